@@ -1,0 +1,47 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types docs bench clean
+
+help: ## Show this list.
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+demo: $(VENV)/.core ## Train a small GPT on 2 real workers twice and compare loss and bytes (about 2 minutes).
+	$(BIN)/thinwire demo
+
+test: lint types docs ## Lint, types, docs and all tests (what CI runs).
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev ## Ruff (rules and format) and the import layers.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(VENV)/.dev ## Pyright.
+	$(BIN)/pyright --warnings
+
+docs: $(VENV)/.dev ## Build the docs into site/; fails on a broken link or an undocumented public name.
+	$(BIN)/mkdocs build --strict --quiet
+
+bench: $(VENV)/.dev ## Measure speed as ratios against peers in the same run.
+	$(BIN)/python benchmarks/overhead.py
+
+clean: ## Remove the virtual environment and everything built.
+	rm -rf $(VENV) site dist build
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"thinwire needs Python 3.11 or newer, {sys.executable} is {sys.version.split()[0]}: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.core: $(VENV)/.python pyproject.toml constraints.txt
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.python pyproject.toml constraints.txt
+	$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/.core

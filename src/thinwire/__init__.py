@@ -1,0 +1,75 @@
+"""thinwire: train one PyTorch model on many workers joined by thin wires.
+
+Names are imported when they are first used, so that the command line can answer `--help` without waiting for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Algorithm": "thinwire.algorithm",
+    "Policy": "thinwire.algorithm",
+    "Wrapper": "thinwire.algorithm",
+    "DataParallel": "thinwire.algorithms",
+    "DiLoCo": "thinwire.algorithms",
+    "LocalSGD": "thinwire.algorithms",
+    "Codec": "thinwire.codecs",
+    "Dense": "thinwire.codecs",
+    "average": "thinwire.exchange",
+    "post_average": "thinwire.exchange",
+    "Flaky": "thinwire.links",
+    "Link": "thinwire.links",
+    "Metered": "thinwire.links",
+    "SoloLink": "thinwire.links",
+    "Straggler": "thinwire.links",
+    "Throttled": "thinwire.links",
+    "TorchLink": "thinwire.links",
+    "connect": "thinwire.links",
+    "disconnect": "thinwire.links",
+    "Network": "thinwire.network",
+    "Payload": "thinwire.payload",
+    "Every": "thinwire.schedules",
+    "Staggered": "thinwire.schedules",
+    "Union": "thinwire.schedules",
+    "Warmup": "thinwire.schedules",
+    "World": "thinwire.sim",
+}
+
+__all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
+
+if TYPE_CHECKING:
+    from thinwire.algorithm import Algorithm, Policy, Wrapper
+    from thinwire.algorithms import DataParallel, DiLoCo, LocalSGD
+    from thinwire.codecs import Codec, Dense
+    from thinwire.exchange import average, post_average
+    from thinwire.links import (
+        Flaky,
+        Link,
+        Metered,
+        SoloLink,
+        Straggler,
+        Throttled,
+        TorchLink,
+        connect,
+        disconnect,
+    )
+    from thinwire.network import Network
+    from thinwire.payload import Payload
+    from thinwire.schedules import Every, Staggered, Union, Warmup
+    from thinwire.sim import World
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on its first use."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted(__all__)

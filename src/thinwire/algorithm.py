@@ -1,0 +1,516 @@
+"""Algorithm: how what was exchanged is applied. The object a user holds, and always a `torch.optim.Optimizer`.
+
+A method is one file in `thinwire.algorithms` with one class whose `update()` reads like the paper. This file gives it the
+rest: eager state slots, gates, counters, abort policy, and a `state_dict` that resumes bit for bit.
+
+Two kinds of state. Keys in `replicated` are bit-equal on all workers at any time; all other state, such as the moments of an
+inner Adam, is each worker's own. Keys in `synced` (most often the parameters) are bit-equal right after a round. That
+declaration drives the conformance tests, the checkpoint's layout, joining, abort safety and the divergence alarm. The
+word "param" stands for the parameters, and "inner" for the inner optimizer's state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from thinwire.codecs import Codec, Dense
+from thinwire.errors import CheckpointError, ConfigError, Diverged, NonFiniteRound, RoundAborted, check_choice
+from thinwire.exchange import average, compare_replicas, handshake, hash_tensors
+from thinwire.links.base import Link
+from thinwire.links.shards import Shards, local
+from thinwire.payload import all_finite
+from thinwire.schedules import Schedule, as_schedule
+
+log = logging.getLogger("thinwire")
+
+_COUNTERS = ("thinwire_step", "thinwire_round", "thinwire_synced")
+
+
+class Policy(TypedDict, total=False):
+    """What to do when something goes wrong; keyword arguments of every algorithm.
+
+    Keys:
+        on_abort: after a round that did not take place, "keep" the local progress (the next round carries it along) or
+            "restore" the last agreed parameters.
+        on_nonfinite: after a NaN or Inf, "skip" the step or round and go on, or "raise" on every worker.
+        alarm_every: compare a hash of what must be bit-equal every so many rounds; 0 never.
+        on_divergence: when that comparison fails, "raise" or "warn".
+    """
+
+    on_abort: Literal["keep", "restore"]
+    on_nonfinite: Literal["skip", "raise"]
+    alarm_every: int
+    on_divergence: Literal["raise", "warn"]
+
+
+class Algorithm(Optimizer):
+    """Base of all methods that own their update rule; `Wrapper` is the base of those around an inner optimizer.
+
+    Args:
+        params: parameters or parameter groups, as for any torch optimizer.
+        link: this worker's end of the wire.
+        defaults: settings that may differ per group, such as lr.
+        H: exchange every H steps, or a `Schedule`.
+        codec: what is sent.
+        slots: name -> "zeros" or "param": state kept per parameter, made at once, in float32 or wider.
+        settings: what must agree on all workers besides; shown by `repr`.
+        policy: see `Policy`.
+    """
+
+    name: ClassVar[str] = ""
+    replicated: ClassVar[frozenset[str]] = frozenset()
+    synced: ClassVar[frozenset[str]] = frozenset()
+
+    # GradScaler then always calls step() and leaves the unscaling to us. Without it, the one worker that found an Inf would
+    # skip step() and with it the collective that all others are waiting in.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        link: Link,
+        *,
+        defaults: dict[str, Any] | None = None,
+        H: int | Schedule = 1,
+        codec: Codec | None = None,
+        slots: Mapping[str, Literal["zeros", "param"]] | None = None,
+        settings: Mapping[str, object] | None = None,
+        on_abort: Literal["keep", "restore"] = "keep",
+        on_nonfinite: Literal["skip", "raise"] = "skip",
+        alarm_every: int = 64,
+        on_divergence: Literal["raise", "warn"] = "raise",
+    ):
+        """Check the settings and make every state slot."""
+        if not isinstance(link, Link):
+            raise ConfigError(f"link must be a thinwire Link such as thinwire.connect() returns, got {type(link).__name__}")
+        check_choice("on_abort", on_abort, ("keep", "restore"))
+        check_choice("on_nonfinite", on_nonfinite, ("skip", "raise"))
+        check_choice("on_divergence", on_divergence, ("raise", "warn"))
+        if isinstance(alarm_every, bool) or not isinstance(alarm_every, int) or alarm_every < 0:
+            raise ConfigError(f"alarm_every must be a whole number of at least 0, got {alarm_every!r}")
+        self.link, self.schedule, self.codec = link, as_schedule(H), codec or Dense()
+        self.on_abort, self.on_nonfinite = on_abort, on_nonfinite
+        self.alarm_every, self.on_divergence = alarm_every, on_divergence
+        self.settings = dict(settings or {})
+        self.due: tuple[int, ...] = ()
+        self.aborted_rounds = 0
+        self._slots = dict(slots or {})
+        self._active: list[Tensor] = []
+        self._frozen: list[Tensor] = []
+        self._greeted = False
+        super().__init__(params, {**(defaults or {}), **dict.fromkeys(_COUNTERS, 0)})
+        self.shards = Shards(self._active)
+
+    # --- What a method writes ------------------------------------------------------------------------------------------
+
+    def local(self) -> None:
+        """What happens at every step without the network; nothing for most methods that exchange at every step."""
+
+    def update(self) -> None:
+        """The paper goes here: called at every step at which the schedule says so."""
+        raise NotImplementedError
+
+    def average(self, tensors: Sequence[Tensor], *, want_sent: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+        """The network line: mean over all workers of what each one's message decodes to, and what I sent."""
+        return average(
+            self.link,
+            self.codec,
+            tensors,
+            round=self.rounds,
+            want_sent=want_sent,
+            any_shard=self.shards.any,
+        )
+
+    def commit(self) -> None:
+        """The commit line: below it, and only below it, shared state may change."""
+        self.link.commit()
+        self._set_counter("thinwire_synced", self.steps)
+
+    def message_nbytes(self) -> int:
+        """Length in bytes of one worker's message of one full round: the formula of the method's docs, as code."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to the last agreed state; nothing to do where workers never leave it."""
+
+    # --- The state, as lists of local tensors ------------------------------------------------------------------------
+
+    def params(self) -> list[Tensor]:
+        """This process's part of every parameter that takes part."""
+        return [local(p.detach()) for p in self._active]
+
+    def slot(self, name: str) -> list[Tensor]:
+        """This process's part of the state slot `name`, in the order of `params()`."""
+        return [local(self.state[p][name]) for p in self._active]
+
+    @property
+    def steps(self) -> int:
+        """Steps taken so far."""
+        return self.param_groups[0]["thinwire_step"]
+
+    @property
+    def rounds(self) -> int:
+        """Rounds begun so far, aborted ones too."""
+        return self.param_groups[0]["thinwire_round"]
+
+    @property
+    def pending_steps(self) -> int:
+        """Local steps since the last committed round."""
+        return self.steps - self.param_groups[0]["thinwire_synced"]
+
+    def _set_counter(self, name: str, value: int) -> None:
+        for group in self.param_groups:
+            group[name] = value
+
+    # --- One step --------------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one step: local work, and a round of exchange when one is due."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._refuse_frozen_gradients()
+            self._unscale_gradients()
+            self._set_counter("thinwire_step", self.steps + 1)
+            self.link.tick()
+            self.local()
+            self.due = self.schedule.due(self.steps)
+            if self.due:
+                self._round()
+        return loss
+
+    def finish(self) -> None:
+        """Exchange what local steps have gathered since the last round, so that no worker's last steps are lost.
+
+        Call it on all workers after the last step; it does nothing where the last step ended with a round.
+        """
+        if self.pending_steps > 0 and "param" not in self.replicated:
+            with torch.no_grad():
+                self.due = tuple(range(self.schedule.fragments))
+                self._round()
+
+    @contextlib.contextmanager
+    def shared_model(self) -> Iterator[None]:
+        """Within it the parameters are the ones all workers agreed on last: what should be evaluated and shipped."""
+        yield
+
+    def _round(self) -> None:
+        if not self._greeted:
+            handshake(self.link, self.fingerprint())
+            self._greeted = True
+        self._set_counter("thinwire_round", self.rounds + 1)
+        try:
+            self.update()
+        except NonFiniteRound as refusal:
+            if self.on_nonfinite == "raise":
+                raise
+            log.warning("%s; step %d goes on without it", refusal, self.steps)
+            self._take_back(poisoned=self.link.rank in refusal.culprits)
+        except RoundAborted as refusal:
+            log.warning("%s; step %d goes on without it", refusal, self.steps)
+            self._take_back(poisoned=False)
+        else:
+            if self.alarm_every and self.rounds % self.alarm_every == 0:
+                self._check_replicas()
+
+    def _take_back(self, *, poisoned: bool) -> None:
+        self.aborted_rounds += 1
+        if poisoned or self.on_abort == "restore":
+            self.restore()
+
+    # --- Gates ---------------------------------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> dict[str, object]:
+        """All that must agree on every worker; the shapes are those of this process's shards."""
+        groups = [
+            {k: _plain(v) for k, v in g.items() if k not in ("params", *_COUNTERS)} | {"tensors": len(g["params"])}
+            for g in self.param_groups
+        ]
+        tensors = [f"{str(p.dtype).removeprefix('torch.')}{list(local(p).shape)}" for p in self._active]
+        policy = {
+            "on_abort": self.on_abort,
+            "on_nonfinite": self.on_nonfinite,
+            "alarm_every": self.alarm_every,
+            "on_divergence": self.on_divergence,
+        }
+        return {
+            "algorithm": type(self).__name__,
+            "schedule": repr(self.schedule),
+            "codec": repr(self.codec),
+            **{k: _plain(v) for k, v in self.settings.items()},
+            **policy,
+            "group": groups,
+            "tensor": tensors,
+        }
+
+    def shared_state(self) -> dict[str, list[Tensor]]:
+        """Everything that is bit-equal on all workers right after a round, by name."""
+        parts: dict[str, list[Tensor]] = {}
+        for key in sorted(self.replicated | self.synced):
+            if key == "param":
+                parts[key] = self.params()
+            elif key == "inner":
+                parts.update({f"inner.{k}": v for k, v in self.inner_state().items()})
+            else:
+                parts[key] = self.slot(key)
+        return parts
+
+    def inner_state(self) -> dict[str, list[Tensor]]:
+        """The inner optimizer's floating state by key; empty without an inner optimizer."""
+        return {}
+
+    def _check_replicas(self) -> None:
+        hashes = {name: hash_tensors(tensors) for name, tensors in self.shared_state().items()}
+        try:
+            compare_replicas(self.link, hashes, round=self.rounds, any_shard=self.shards.any)
+        except Diverged as alarm:
+            if self.on_divergence == "raise":
+                raise
+            log.warning("%s", alarm)
+
+    def gradients_finite(self) -> bool:
+        """Whether this worker's gradients are finite, on all of its shards."""
+        grads = [local(p.grad) for p in self._active if p.grad is not None]
+        return not self.shards.any(not all_finite(grads))
+
+    def _refuse_frozen_gradients(self) -> None:
+        for p in self._frozen:
+            if p.grad is not None:
+                raise ConfigError(
+                    f"a parameter of shape {tuple(p.shape)} has a gradient but was frozen when {type(self).__name__} was made: "
+                    "unfreeze parameters first, then make the optimizer, or add them with add_param_group"
+                )
+
+    def _unscale_gradients(self) -> None:
+        scale = getattr(self, "grad_scale", None)  # set by GradScaler around step()
+        if scale is not None:
+            for p in self._active:
+                if p.grad is not None:
+                    local(p.grad).mul_(scale.reciprocal().to(p.grad.dtype))
+
+    # --- Parameter groups and state dicts ------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as in any torch optimizer; on all workers alike."""
+        super().add_param_group(param_group)
+        self._adopt(self.param_groups[-1])
+
+    def _adopt(self, group: dict[str, Any]) -> None:
+        """Make the state slots of a new group."""
+        for name in _COUNTERS:
+            group[name] = self.param_groups[0].get(name, 0)
+        for p in group["params"]:
+            if not p.requires_grad:
+                self._frozen.append(p)
+                continue
+            self._active.append(p)
+            # An entry even without slots: with an empty state torch's checkpointing would take a step "to initialise" it.
+            state = self.state[p]
+            wide = torch.promote_types(p.dtype, torch.float32)  # a decay of 0.999 would be lost in bf16
+            for name, start in self._slots.items():
+                state[name] = p.detach().to(wide, copy=True) if start == "param" else torch.zeros_like(p, dtype=wide)
+        self._greeted = False
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Take over a state that `state_dict()` gave; checked as a whole before anything changes."""
+        state = self._checked(state_dict)
+        self._load_groups(state_dict["param_groups"])
+        self._load_slots(state)
+
+    def _checked(self, state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+        """The state by parameter number, once it is known to fit.
+
+        As in torch, parameters are matched by their place in the groups: stock checkpointing uses names as their keys.
+        """
+        groups = state_dict["param_groups"]
+        mine, theirs = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in groups]
+        if mine != theirs:
+            raise CheckpointError(f"state has parameter groups of {theirs} tensors, this optimizer has {mine}")
+        missing = [k for k in _COUNTERS if k not in groups[0]]
+        if missing:
+            raise CheckpointError(f"not a state of thinwire's {type(self).__name__}: {missing[0]} is missing")
+        keys = [key for group in groups for key in group["params"]]
+        state = {index: state_dict["state"].get(key, {}) for index, key in enumerate(keys)}
+        for index, p in self._indexed():
+            for name in self._slots:
+                if name not in state[index]:
+                    raise CheckpointError(f"state of tensor {index} has no {name!r}, only {sorted(state[index])}")
+                if state[index][name].shape != p.shape:
+                    shapes = f"{tuple(state[index][name].shape)}, the parameter has {tuple(p.shape)}"
+                    raise CheckpointError(f"{name!r} of tensor {index} has shape {shapes}")
+        return state
+
+    def _load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        for mine, theirs in zip(self.param_groups, groups, strict=True):
+            mine.update({k: v for k, v in theirs.items() if k != "params"})
+
+    def _load_slots(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        with torch.no_grad():
+            for index, p in self._indexed():
+                for name in self._slots:
+                    self.state[p][name].copy_(state[index][name])
+
+    def _indexed(self) -> list[tuple[int, Tensor]]:
+        """Every parameter that takes part, with its number in `state_dict()`."""
+        everyone = [p for group in self.param_groups for p in group["params"]]
+        active = {id(p) for p in self._active}
+        return [(i, p) for i, p in enumerate(everyone) if id(p) in active]
+
+    def __repr__(self) -> str:
+        """The method and its settings, on one line."""
+        settings = ", ".join(f"{k}={v!r}" for k, v in self.settings.items())
+        return f"{type(self).__name__}({settings})"
+
+
+class Wrapper(Algorithm):
+    """Base of the methods around an inner optimizer: any `torch.optim.Optimizer`, which keeps its own state.
+
+    The parameter groups are the inner optimizer's own, so an LR scheduler on the wrapper drives the inner optimizer. The two
+    state dicts stay apart (a shared one would break Adam's lazy initialisation) and are merged in `state_dict()`, where the
+    inner optimizer's keys have the prefix "inner.".
+
+    Args:
+        inner: the optimizer that takes the local steps.
+        link: this worker's end of the wire.
+        H: exchange every H steps, or a `Schedule`.
+        codec: what is sent.
+        slots: see `Algorithm`.
+        settings: see `Algorithm`.
+        policy: see `Policy`.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        link: Link,
+        *,
+        H: int | Schedule = 1,
+        codec: Codec | None = None,
+        slots: Mapping[str, Literal["zeros", "param"]] | None = None,
+        settings: Mapping[str, object] | None = None,
+        **policy: Unpack[Policy],
+    ):
+        """Take over the inner optimizer's parameter groups."""
+        if not isinstance(inner, Optimizer):
+            raise ConfigError(f"the inner optimizer must be a torch.optim.Optimizer, got {type(inner).__name__}")
+        if isinstance(inner, Algorithm):
+            raise ConfigError(f"{type(inner).__name__} cannot be the inner optimizer of {type(self).__name__}: it uses a link")
+        self._wrapping = True
+        settings = {"inner": type(inner).__name__, **(settings or {})}
+        super().__init__(inner.param_groups, link, H=H, codec=codec, slots=slots, settings=settings, **policy)
+        self.inner = inner
+        self.defaults = {**inner.defaults, **self.defaults}
+        self.param_groups = inner.param_groups  # one list, so that whoever sets an lr sets it for both
+        self._wrapping = False
+
+    def local(self) -> None:
+        """One step of the inner optimizer; skipped when this worker's gradient is not finite."""
+        if self.gradients_finite():
+            self.inner.step()
+        elif self.on_nonfinite == "raise":
+            raise NonFiniteRound(
+                f"rank {self.link.rank}, step {self.steps}: the gradient holds NaN or Inf", culprits=[self.link.rank]
+            )
+        else:
+            log.warning("rank %d, step %d: NaN or Inf in the gradient, local step skipped", self.link.rank, self.steps)
+
+    def restore(self) -> None:
+        """Back to the last agreed parameters, with whatever is not finite in the inner optimizer's state set to zero."""
+        if "anchor" in self._slots:
+            for x, anchor in zip(self.params(), self.slot("anchor"), strict=True):
+                x.copy_(anchor)
+            for tensors in self.inner_state().values():
+                for t in tensors:
+                    t.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    @contextlib.contextmanager
+    def shared_model(self) -> Iterator[None]:
+        """Within it the parameters are the ones all workers agreed on last (the slot "anchor", where there is one)."""
+        if "anchor" not in self._slots:
+            yield
+            return
+        with torch.no_grad():
+            mine = [x.clone() for x in self.params()]
+            for x, anchor in zip(self.params(), self.slot("anchor"), strict=True):
+                x.copy_(anchor)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for x, saved in zip(self.params(), mine, strict=True):
+                    x.copy_(saved)
+
+    def inner_state(self) -> dict[str, list[Tensor]]:
+        """The inner optimizer's tensors that have their parameter's shape, by key (exp_avg, momentum_buffer, ...)."""
+        found: dict[str, list[Tensor]] = {}
+        for p in self._active:
+            for key, value in self.inner.state.get(p, {}).items():
+                if isinstance(value, Tensor) and value.is_floating_point() and value.shape == p.shape and key != "step":
+                    found.setdefault(key, []).append(local(value))
+        return found
+
+    # --- Parameter groups and state dicts ------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the inner optimizer and make their slots."""
+        if self._wrapping:
+            super().add_param_group(param_group)
+        else:
+            self.inner.add_param_group(param_group)  # appends to the list that both share
+            self._adopt(self.param_groups[-1])
+
+    def state_dict(self) -> dict[str, Any]:
+        """One dict with the state of both; the inner optimizer's keys have the prefix "inner."."""
+        merged, inner = super().state_dict(), self.inner.state_dict()["state"]
+        for index, p in self._indexed():
+            made = inner.get(index) or {}
+            entries = made or _placeholders(self.inner, p)
+            # Whether the inner optimizer had state of its own yet: placeholders are for checkpoint readers that only fill
+            # in what the reader already has, and are dropped on loading.
+            merged["state"].setdefault(index, {})["inner_ready"] = torch.tensor(float(bool(made)))
+            merged["state"][index].update({f"inner.{key}": value for key, value in entries.items()})
+        return merged
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Take over a state that `state_dict()` gave; checked as a whole before anything changes."""
+        state = self._checked(state_dict)
+        inner = {}
+        for index, entries in state.items():
+            if bool(entries.get("inner_ready", False)):
+                inner[index] = {k.removeprefix("inner."): v for k, v in entries.items() if k.startswith("inner.")}
+        numbers = iter(range(len(state)))
+        groups = [{**g, "params": [next(numbers) for _ in g["params"]]} for g in state_dict["param_groups"]]
+        self.inner.load_state_dict({"state": inner, "param_groups": groups})
+        self.param_groups = self.inner.param_groups  # loading has replaced the list
+        self._load_slots(state)
+
+
+def _placeholders(inner: Optimizer, p: Tensor) -> dict[str, Any]:
+    """The state that `inner` would make for `p` at its first step, zeroed; found by stepping a twin on a tensor of zeros."""
+    group = next(g for g in inner.param_groups if any(q is p for q in g["params"]))
+    stand_in = torch.nn.Parameter(torch.zeros_like(p.detach()))
+    stand_in.grad = torch.zeros_like(stand_in)
+    twin = object.__new__(type(inner))
+    twin.__dict__.update({k: v for k, v in inner.__dict__.items() if k != "step"})
+    twin.state = type(inner.state)(dict)
+    twin.param_groups = [{**group, "params": [stand_in]}]
+    twin.step()
+    return {k: torch.zeros_like(v) if isinstance(v, Tensor) else v for k, v in twin.state.get(stand_in, {}).items()}
+
+
+def _plain(value: object) -> object:
+    """A setting as something that JSON can hold and people can read."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else list(value.shape)
+    if isinstance(value, dict | list | tuple | str | int | float | bool | type(None)):
+        return value
+    return repr(value)

@@ -1,0 +1,24 @@
+"""The methods, one file each. A file dropped in here is found by the command line and by the conformance suite."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from thinwire.algorithm import Algorithm
+from thinwire.algorithms.data_parallel import DataParallel
+from thinwire.algorithms.diloco import DiLoCo
+from thinwire.algorithms.local_sgd import LocalSGD
+
+__all__ = ["DataParallel", "DiLoCo", "LocalSGD", "found"]
+
+
+def found() -> dict[str, type[Algorithm]]:
+    """Every algorithm class of this package by its name on the command line."""
+    classes: dict[str, type[Algorithm]] = {}
+    for module in pkgutil.iter_modules(__path__):
+        contents = vars(importlib.import_module(f"{__name__}.{module.name}"))
+        for cls in contents.values():
+            if isinstance(cls, type) and issubclass(cls, Algorithm) and cls.__module__ == f"{__name__}.{module.name}":
+                classes[cls.name] = cls
+    return dict(sorted(classes.items()))

@@ -1,0 +1,73 @@
+"""DataParallel: synchronous gradient averaging, the baseline that every other method is measured against.
+
+    every step, every worker i:   g <- mean_i g_i;   x <- InnerOpt(x, g)
+
+All workers hold the same parameters and the same optimizer state at any time. With P parameters in T tensors, M workers and
+b bytes per value, one step's message is N = b (P + T + M) bytes: the gradients, one number per tensor that says whether any
+worker has a gradient for it, and one per worker that says whether its contribution is finite. A ring all-reduce sends
+
+    2 N (M - 1) / M   bytes per worker and step.
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from thinwire.algorithm import Policy, Wrapper
+from thinwire.codecs import Codec
+from thinwire.links.base import Link
+from thinwire.links.shards import local
+
+
+class DataParallel(Wrapper):
+    """Average gradients at every step, then step the inner optimizer.
+
+    Example:
+        >>> import torch, thinwire
+        >>> model = torch.nn.Linear(4, 2)
+        >>> opt = thinwire.DataParallel(torch.optim.SGD(model.parameters(), lr=0.1), thinwire.connect())
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> _ = opt.step()
+
+    Args:
+        inner: any torch optimizer.
+        link: this worker's end of the wire.
+        codec: what is sent of the gradients; dense float32 by default.
+        policy: see `thinwire.algorithm.Policy`. A refused round skips the step on all workers.
+    """
+
+    name = "data-parallel"
+    replicated = frozenset({"param", "inner"})
+
+    def __init__(self, inner: Optimizer, link: Link, *, codec: Codec | None = None, **policy: Unpack[Policy]):
+        """Wrap `inner`."""
+        super().__init__(inner, link, codec=codec, **policy)
+
+    def message_nbytes(self) -> int:
+        """N = b (P + T + M)."""
+        return self.codec.nbytes([*self.params(), torch.empty(len(self._active)), torch.empty(self.link.size)])
+
+    def local(self) -> None:
+        """Nothing: workers never act alone."""
+
+    def update(self) -> None:
+        """One synchronous step."""
+        grads = [torch.zeros_like(x) if p.grad is None else local(p.grad) for p, x in zip(self._active, self.params())]
+        present = torch.tensor([float(p.grad is not None) for p in self._active], device=_device(grads))
+        (*mean, somewhere), _ = self.average([*grads, present])  # g <- mean_i g_i
+        self.commit()
+        for p, g, used in zip(self._active, mean, somewhere.tolist(), strict=True):
+            if used == 0:
+                continue  # no worker has a gradient for it: the inner optimizer must not touch it, not even by decay
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            local(p.grad).copy_(g)
+        self.inner.step()  # x <- InnerOpt(x, g)
+
+
+def _device(tensors: list[Tensor]) -> torch.device:
+    return tensors[0].device if tensors else torch.device("cpu")

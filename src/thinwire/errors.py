@@ -1,0 +1,71 @@
+"""Every error that thinwire raises on purpose.
+
+Two families. `ConfigError` is the user's to fix before anything runs: the command line turns it into one line and exit
+code 2. `LinkError` and its kin come from the wire: they always name the rank and the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ThinwireError(Exception):
+    """Base of all errors that thinwire raises on purpose."""
+
+
+class ConfigError(ThinwireError, ValueError):
+    """A setting is wrong; the message shows the bad value and what is allowed."""
+
+
+class MissingDependency(ConfigError):
+    """An optional package is not installed; the message says how to get it."""
+
+
+class MissingData(ConfigError):
+    """A data set or file is not there; the message says how to get it."""
+
+
+class CheckpointError(ThinwireError):
+    """A checkpoint cannot be read or does not fit; nothing has been changed."""
+
+
+class LinkError(ThinwireError, RuntimeError):
+    """The wire failed: the message names the rank that reports and the round."""
+
+    def __init__(self, message: str, *, lost: Sequence[int] = ()):
+        """Keep the ranks that were found to be gone in `lost`."""
+        super().__init__(message)
+        self.lost = tuple(lost)
+
+
+class FingerprintMismatch(ConfigError):
+    """The workers were not started with the same algorithm, settings or shapes."""
+
+
+class Diverged(ThinwireError, RuntimeError):
+    """State that must be bit-equal on all workers is not."""
+
+
+class RoundAborted(ThinwireError):
+    """This round did not take place, on any worker. Shared state is as it was before it."""
+
+
+class NonFiniteRound(RoundAborted):
+    """A worker's contribution held NaN or Inf, so the round was refused on all workers."""
+
+    def __init__(self, message: str, *, culprits: Sequence[int]):
+        """Keep the ranks whose contribution was not finite in `culprits`."""
+        super().__init__(message)
+        self.culprits = tuple(culprits)
+
+
+def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Raise a `ConfigError` that shows `value` and `allowed` unless one is in the other."""
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def check_positive_int(name: str, value: object) -> None:
+    """Raise a `ConfigError` unless `value` is an int of at least 1 (bool is not an int here)."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")

@@ -1,0 +1,133 @@
+"""Link: one worker's end of the slow wire.
+
+An algorithm knows nothing else of the network. A link moves opaque payloads, tells the time, and lets a round be taken
+back: whatever was exchanged becomes valid only when `commit()` returns.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from thinwire.network import Op, Traffic, ring_traffic
+from thinwire.payload import Payload
+
+
+class Ticket(ABC):
+    """A posted exchange that may still be under way."""
+
+    @abstractmethod
+    def wait(self) -> list[Payload]:
+        """The result, once it is there: one payload per rank for "gather", a single one for "mean"."""
+
+
+class Done(Ticket):
+    """A ticket whose result is known already."""
+
+    def __init__(self, result: list[Payload]):
+        """Hold the result until somebody asks."""
+        self._result = result
+
+    def wait(self) -> list[Payload]:
+        """Return the result at once."""
+        return self._result
+
+
+class Link(ABC):
+    """One worker's end of the wire. All workers post the same exchanges in the same order."""
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """How many workers there are; may change between rounds on an elastic link."""
+
+    @abstractmethod
+    def post(self, payload: Payload, op: Op) -> Ticket:
+        """Start an exchange and return at once; the wait may come steps later.
+
+        The link owns the payload's buffer from now on. Gathered payloads are shared: read them, do not write to them.
+
+        Args:
+            payload: this worker's message.
+            op: "gather" for everyone's messages in rank order, "mean" for their element-wise mean.
+        """
+
+    def all_gather(self, payload: Payload) -> list[Payload]:
+        """Everyone's messages in rank order, the same list on every worker."""
+        return self.post(payload, "gather").wait()
+
+    def mean(self, payload: Payload) -> Payload:
+        """Element-wise mean of everyone's message; legal for payloads of linear codecs."""
+        return self.post(payload, "mean").wait()[0]
+
+    def commit(self) -> None:  # noqa: B027 (a link with fixed members has nothing to vote on)
+        """Make the round valid, or raise `RoundAborted` on every worker. Shared state may change only after it."""
+
+    def tick(self) -> None:  # noqa: B027 (only simulated and delayed links care)
+        """Told by the algorithm after each local step, so that simulated time and stragglers know of it."""
+
+    def now(self) -> float:
+        """Seconds on this worker's clock."""
+        return time.perf_counter()
+
+    def elapse(self, seconds: float) -> None:
+        """Let time pass on this worker's clock."""
+        if seconds > 0:
+            time.sleep(seconds)
+
+    def traffic(self, op: Op, sizes: Sequence[int]) -> Traffic:
+        """Bytes that this worker sends and receives when messages of `sizes` bytes are exchanged."""
+        return ring_traffic(op, sizes, self.rank)
+
+
+class LinkDecorator(Link):
+    """A link around another one that changes or watches some of what it does."""
+
+    def __init__(self, link: Link):
+        """Wrap `link`."""
+        self.link = link
+
+    @property
+    def rank(self) -> int:
+        """The wrapped link's rank."""
+        return self.link.rank
+
+    @property
+    def size(self) -> int:
+        """The wrapped link's size."""
+        return self.link.size
+
+    def post(self, payload: Payload, op: Op) -> Ticket:
+        """Pass on."""
+        return self.link.post(payload, op)
+
+    def commit(self) -> None:
+        """Pass on."""
+        self.link.commit()
+
+    def tick(self) -> None:
+        """Pass on."""
+        self.link.tick()
+
+    def now(self) -> float:
+        """Pass on."""
+        return self.link.now()
+
+    def elapse(self, seconds: float) -> None:
+        """Pass on."""
+        self.link.elapse(seconds)
+
+    def traffic(self, op: Op, sizes: Sequence[int]) -> Traffic:
+        """Pass on."""
+        return self.link.traffic(op, sizes)
+
+
+def sizes_of(op: Op, result: Sequence[Payload], workers: int) -> list[int]:
+    """Message lengths in bytes of all workers, as the result of an exchange shows them."""
+    return [p.nbytes for p in result] if op == "gather" else [result[0].nbytes] * workers

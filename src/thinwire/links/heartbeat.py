@@ -1,0 +1,88 @@
+"""Heartbeat: who is still there? Asked only when an exchange has failed, so that the error can name the lost rank.
+
+A collective that fails says "connection closed by peer" or "timed out"; which rank is to blame it does not say, and a
+healthy rank that waits for the dead one looks just as silent. So every process raises a counter in the job's key-value
+store once a second from a thread of its own; whose counter stands still is gone (killed, stopped or cut off).
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+INTERVAL = 0.5  # seconds between two beats
+SILENCE = 2.5  # seconds without a beat after which a rank counts as lost
+
+
+class Heartbeat:
+    """This process's beat in the store, and the means to listen to the others'."""
+
+    _running: Heartbeat | None = None
+
+    @classmethod
+    def start(cls) -> Heartbeat:
+        """The heartbeat of this process, started at the first call."""
+        if cls._running is None or not cls._running._thread.is_alive():
+            cls._running = cls(dist.distributed_c10d._get_default_store(), dist.get_rank())
+        return cls._running
+
+    def __init__(self, store: dist.Store, rank: int):
+        """Beat as global rank `rank` into `store` until the process ends."""
+        # One connection for the beat and one for listening: a store connection serves one caller at a time.
+        self._store, self._mine = _connection(store), f"thinwire/beat/{rank}"
+        self._listen = _connection(store)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="thinwire-heartbeat", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """End the beat; called at exit, before the store goes away."""
+        self._stop.set()
+        self._thread.join(timeout=2 * INTERVAL)
+
+    def _beat(self) -> None:
+        count = 0
+        while not self._stop.is_set():
+            count += 1
+            try:
+                self._store.set(self._mine, str(count))
+            except RuntimeError:  # the store is gone: the job is over, or its host was lost
+                return
+            self._stop.wait(INTERVAL)
+
+    def silent(self, ranks: Iterable[int]) -> tuple[list[int], bool]:
+        """Listen for `SILENCE` seconds.
+
+        Args:
+            ranks: global ranks to listen for.
+
+        Returns:
+            The ranks that did not beat meanwhile, and whether the store itself could be reached.
+        """
+        ranks = list(ranks)
+        try:
+            before = [self._count(r) for r in ranks]
+            time.sleep(SILENCE)
+            after = [self._count(r) for r in ranks]
+        except RuntimeError:
+            return [], False
+        return [r for r, b, a in zip(ranks, before, after, strict=True) if a == b], True
+
+    def _count(self, rank: int) -> bytes:
+        key = f"thinwire/beat/{rank}"
+        return self._listen.get(key) if self._listen.check([key]) else b""
+
+
+def _connection(store: dist.Store) -> dist.Store:
+    try:
+        own = store.clone()
+    except (AttributeError, RuntimeError):  # file and in-memory stores need no connection of their own
+        own = store
+    own.set_timeout(timedelta(seconds=5))
+    return own

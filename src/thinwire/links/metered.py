@@ -1,0 +1,99 @@
+"""Metered: counts what crosses a link. Bytes are counted here and nowhere else."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import asdict, dataclass, field
+
+from thinwire.links.base import Link, LinkDecorator, Ticket, sizes_of
+from thinwire.network import Op
+from thinwire.payload import Payload
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What one exchange cost this worker.
+
+    Attributes:
+        purpose: "round", or "handshake" and "alarm" for the small control messages.
+        op: "mean" or "gather".
+        payload: length of this worker's message in bytes.
+        sent: bytes that left this worker, as the link's topology has it.
+        received: bytes that reached it.
+        seconds: time spent waiting for the result, on the link's clock.
+    """
+
+    purpose: str
+    op: Op
+    payload: int
+    sent: int
+    received: int
+    seconds: float
+
+
+@dataclass
+class Totals:
+    """Sums over all exchanges so far."""
+
+    rounds: int = 0
+    payload: int = 0
+    sent: int = 0
+    received: int = 0
+    waiting: float = 0.0
+
+    def add(self, exchange: Exchange) -> None:
+        """Count one more; control messages count as bytes and waiting, not as rounds."""
+        self.rounds += exchange.purpose == "round"
+        self.payload += exchange.payload
+        self.sent += exchange.sent
+        self.received += exchange.received
+        self.waiting += exchange.seconds
+
+
+@dataclass
+class Meter:
+    """The totals, and the newest exchanges one by one."""
+
+    totals: Totals = field(default_factory=Totals)
+    recent: deque[Exchange] = field(default_factory=lambda: deque(maxlen=4096))
+
+    def add(self, exchange: Exchange) -> None:
+        """Count one exchange."""
+        self.totals.add(exchange)
+        self.recent.append(exchange)
+
+    def state_dict(self) -> dict[str, float]:
+        """The totals, so that a resumed run goes on counting."""
+        return asdict(self.totals)
+
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        """Go on counting from saved totals."""
+        self.totals = Totals(**state_dict)  # type: ignore[arg-type]
+
+
+class Metered(LinkDecorator):
+    """A link that keeps a `meter` of everything that crosses it."""
+
+    def __init__(self, link: Link):
+        """Wrap `link`."""
+        super().__init__(link)
+        self.meter = Meter()
+
+    def post(self, payload: Payload, op: Op) -> Ticket:
+        """Pass on; the cost is booked when the result is there."""
+        return _MeteredTicket(self, self.link.post(payload, op), payload, op)
+
+
+class _MeteredTicket(Ticket):
+    def __init__(self, metered: Metered, ticket: Ticket, payload: Payload, op: Op):
+        self.metered, self.ticket, self.op = metered, ticket, op
+        self.purpose, self.nbytes = payload.purpose, payload.nbytes
+
+    def wait(self) -> list[Payload]:
+        link = self.metered.link
+        started = link.now()
+        result = self.ticket.wait()
+        seconds = link.now() - started
+        sent, received = link.traffic(self.op, sizes_of(self.op, result, link.size))
+        self.metered.meter.add(Exchange(self.purpose, self.op, self.nbytes, sent, received, seconds))
+        return result

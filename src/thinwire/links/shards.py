@@ -1,0 +1,42 @@
+"""Shards: the processes that together hold ONE worker's model (FSDP2). The slow wire is between workers, not here.
+
+A link on the `replicate` axis sees one shard only. What one shard finds (a NaN, a difference) must be known to all shards
+of that worker before any of them acts, or half a model would take a step that the other half refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor: the shard of a DTensor, sharing its memory; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Shards:
+    """The processes that share one worker's model; a single one where nothing is sharded.
+
+    Args:
+        params: the model's parameters; DTensors say over which mesh they are sharded.
+    """
+
+    def __init__(self, params: Iterable[Tensor]):
+        """Find the mesh of the first sharded parameter."""
+        mesh = next((p.device_mesh for p in params if isinstance(p, DTensor)), None)
+        self._groups = [] if mesh is None else [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        self._device = "cpu" if mesh is None else mesh.device_type
+
+    def any(self, flag: bool) -> bool:
+        """Whether any shard of this worker raised its flag; a (fast, local) collective where there are several."""
+        if not self._groups:
+            return flag
+        raised = torch.tensor([flag], dtype=torch.int32, device=self._device)
+        for group in self._groups:
+            dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=group)
+        return bool(raised)

@@ -1,0 +1,25 @@
+"""SoloLink: a world of one. Single device is the size == 1 case of the same code, not another code path."""
+
+from __future__ import annotations
+
+from thinwire.links.base import Done, Link, Ticket
+from thinwire.network import Op
+from thinwire.payload import Payload
+
+
+class SoloLink(Link):
+    """The link of a worker that is alone: every exchange returns its own message."""
+
+    @property
+    def rank(self) -> int:
+        """Always 0."""
+        return 0
+
+    @property
+    def size(self) -> int:
+        """Always 1."""
+        return 1
+
+    def post(self, payload: Payload, op: Op) -> Ticket:
+        """The mean of one is itself, and so is the list of all."""
+        return Done([payload])

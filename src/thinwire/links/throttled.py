@@ -1,0 +1,40 @@
+"""Throttled: a fast link that behaves like a thin wire, for trying things out where no real thin wire is at hand."""
+
+from __future__ import annotations
+
+from thinwire.links.base import Link, LinkDecorator, Ticket, sizes_of
+from thinwire.network import Network, Op
+from thinwire.payload import Payload
+
+
+class Throttled(LinkDecorator):
+    """Results arrive no sooner than a network of the given speed would bring them.
+
+    The transfer starts when the exchange is posted (and when the one before it has ended), so that time between `post()`
+    and `wait()` hides the wire, as it would on a real one.
+    """
+
+    def __init__(self, link: Link, network: Network):
+        """Wrap `link`; `network` gives bandwidth and latency."""
+        network.check(link.size)
+        super().__init__(link)
+        self.network = network
+        self._free_at = 0.0
+
+    def post(self, payload: Payload, op: Op) -> Ticket:
+        """Pass on, and note when the transfer started."""
+        return _ThrottledTicket(self, self.link.post(payload, op), op)
+
+
+class _ThrottledTicket(Ticket):
+    def __init__(self, throttled: Throttled, ticket: Ticket, op: Op):
+        self.throttled, self.ticket, self.op = throttled, ticket, op
+        self.posted = throttled.now()
+
+    def wait(self) -> list[Payload]:
+        result = self.ticket.wait()
+        wire = self.throttled
+        seconds = wire.network.seconds(self.op, sizes_of(self.op, result, wire.size))
+        wire._free_at = max(self.posted, wire._free_at) + seconds
+        wire.elapse(wire._free_at - wire.now())
+        return result

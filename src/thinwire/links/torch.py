@@ -1,0 +1,181 @@
+"""TorchLink: torch.distributed as the wire (gloo, NCCL, or whatever backend the process group has).
+
+Every wait has a time limit, and a failure names the rank that reports it, the round, and the ranks that are gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from thinwire.errors import ConfigError, LinkError
+from thinwire.links.base import Link, Ticket
+from thinwire.links.heartbeat import Heartbeat
+from thinwire.links.solo import SoloLink
+from thinwire.network import Op, show_bytes
+from thinwire.payload import Payload
+
+log = logging.getLogger("thinwire")
+
+_CALLED = {"mean": "all-reduce", "gather": "all-gather"}
+
+
+class TorchLink(Link):
+    """A link over a process group, or over one axis of a device mesh.
+
+    Example:
+        >>> link = TorchLink(mesh["replicate"], timeout=120)  # doctest: +SKIP
+
+    Args:
+        group: a process group, a 1-D `DeviceMesh` such as `mesh["replicate"]`, or None for the default group.
+        timeout: seconds that a wait may take before it fails with a `LinkError`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | DeviceMesh | None = None, *, timeout: float = 600.0):
+        """Attach to `group`; torch.distributed must be initialised."""
+        if not dist.is_initialized():
+            raise ConfigError("TorchLink needs an initialised process group: call thinwire.connect() or torchrun's set-up")
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                axes = ", ".join(map(repr, group.mesh_dim_names or ())) or "unnamed"
+                raise ConfigError(f"a link lives on one mesh axis, got a mesh with {group.ndim} ({axes}): index it first")
+            group = group.get_group()
+        if not timeout > 0:
+            raise ConfigError(f"timeout must be above zero seconds, got {timeout!r}")
+        self.group, self.timeout = group, timeout
+        self.round = 0
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._failure: LinkError | None = None
+        self._heartbeat = Heartbeat.start() if self._size > 1 else None
+
+    @property
+    def rank(self) -> int:
+        """This worker's number in the group."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """How many workers the group has."""
+        return self._size
+
+    def post(self, payload: Payload, op: Op) -> Ticket:
+        """Start the collective; it runs in the backend's own threads."""
+        if self._failure is not None:
+            raise LinkError(f"this link is broken since: {self._failure}", lost=self._failure.lost)
+        if payload.purpose == "round":
+            self.round += 1
+        return _TorchTicket(self, payload, op)
+
+    def fail(self, cause: Exception, payload: Payload, op: Op) -> LinkError:
+        """Turn a backend's exception into an error that says who is lost."""
+        round_name = f"round {self.round}" if payload.purpose == "round" else f"the {payload.purpose} after round {self.round}"
+        what = f"rank {self.rank}, {round_name} ({_CALLED[op]} of {show_bytes(payload.nbytes)})"
+        lost, reached = self._who_is_gone()
+        if lost:
+            names = ", ".join(f"rank {r}" for r in lost)
+            verdict = f"lost {names} (no heartbeat)"
+        elif not reached:
+            verdict = (
+                "lost the job's key-value store, and with it the rank or launcher that held it (rank 0 without a launcher)"
+            )
+        else:
+            verdict = (
+                f"no answer within {self.timeout:g} s although every rank is alive: "
+                "a worker is slower than the timeout, or does not take part in this round"
+            )
+        reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+        self._failure = LinkError(f"{what}: {verdict} [{reason[:160]}]", lost=lost)
+        return self._failure
+
+    def _who_is_gone(self) -> tuple[list[int], bool]:
+        if self._heartbeat is None:
+            return [], True
+        world = [dist.get_global_rank(self.group, r) if self.group else r for r in range(self.size)]
+        others = [w for r, w in enumerate(world) if r != self.rank]
+        silent, reached = self._heartbeat.silent(others)
+        return [world.index(w) for w in silent], reached
+
+
+class _TorchTicket(Ticket):
+    """A collective under way. Messages of unequal length first exchange their lengths, then travel padded."""
+
+    def __init__(self, link: TorchLink, payload: Payload, op: Op):
+        self.link, self.payload, self.op = link, payload, op
+        self.limit = timedelta(seconds=link.timeout)
+        self.lengths: list[int] | None = None
+        self.parts: list[Tensor] = []
+        self.result: list[Payload] | None = None
+        try:
+            self.work = self._start()
+        except RuntimeError as cause:
+            raise link.fail(cause, payload, op) from cause
+
+    def _start(self) -> dist.Work:
+        data, group = self.payload.data, self.link.group
+        if self.op == "mean":
+            return self._work(dist.all_reduce(data, op=dist.ReduceOp.SUM, group=group, async_op=True))
+        if not self.payload.fixed:
+            data = self._pad_to_longest(data)
+        self.parts = [torch.empty_like(data) for _ in range(self.link.size)]
+        return self._work(dist.all_gather(self.parts, data, group=group, async_op=True))
+
+    def _pad_to_longest(self, data: Tensor) -> Tensor:
+        mine = torch.tensor([data.numel()], dtype=torch.int64, device=data.device)
+        theirs = [torch.empty_like(mine) for _ in range(self.link.size)]
+        self._work(dist.all_gather(theirs, mine, group=self.link.group, async_op=True)).wait(self.limit)
+        self.lengths = [int(n) for n in theirs]
+        padded = torch.zeros(max(self.lengths), dtype=data.dtype, device=data.device)
+        padded[: data.numel()] = data
+        return padded
+
+    @staticmethod
+    def _work(work: dist.Work | None) -> dist.Work:
+        if work is None:
+            raise RuntimeError("this process is not a member of the link's process group")
+        return work
+
+    def wait(self) -> list[Payload]:
+        if self.result is None:
+            try:
+                self.work.wait(self.limit)
+            except RuntimeError as cause:
+                raise self.link.fail(cause, self.payload, self.op) from cause
+            self.result = self._collect()
+        return self.result
+
+    def _collect(self) -> list[Payload]:
+        if self.op == "mean":
+            return [self.payload.like(self.payload.data.div_(self.link.size))]
+        lengths = self.lengths or [part.numel() for part in self.parts]
+        return [self.payload.like(part[:n]) for part, n in zip(self.parts, lengths, strict=True)]
+
+
+def connect(*, backend: str = "gloo", timeout: float = 600.0) -> Link:
+    """The link of this process: joins the job that torchrun or `thinwire train` started, or stands alone.
+
+    Under torchrun (or any launcher that sets RANK and WORLD_SIZE) the default process group is made if it is not there
+    yet. Without one, a `SoloLink` is returned, so that the same script runs on one process.
+
+    Args:
+        backend: "gloo" or "nccl", used only where the process group has to be made.
+        timeout: seconds that any wait may take.
+    """
+    if dist.is_initialized():
+        return TorchLink(timeout=timeout)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return SoloLink()
+    # The group's own limit is longer than the link's: the link's error is the one that names the lost rank.
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout + 30))
+    return TorchLink(timeout=timeout)
+
+
+def disconnect() -> None:
+    """Leave the job: destroy the default process group if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,100 @@
+"""Payload: everything one worker sends in one round, in ONE contiguous buffer.
+
+One collective per parameter costs one round trip each: 300 tensors at 50 ms are 15 s a step. So a codec writes all
+tensors of a round into one buffer, and a link moves that buffer, whatever is inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Payload:
+    """One worker's message of one round.
+
+    Attributes:
+        data: the message, 1-D and contiguous. A payload that may be averaged on the wire has a floating dtype; a payload
+            that may only be gathered is uint8.
+        purpose: what the message is for: "round", "handshake" or "alarm". It stands in error messages and meters.
+        fixed: the message has the same length on all workers, so that no lengths need to be exchanged first.
+    """
+
+    data: Tensor
+    purpose: str = "round"
+    fixed: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse anything but a flat contiguous buffer."""
+        if self.data.dim() != 1 or not self.data.is_contiguous():
+            raise ValueError(f"a payload is 1-D and contiguous, got shape {tuple(self.data.shape)}")
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the message in bytes."""
+        return self.data.numel() * self.data.element_size()
+
+    @property
+    def finite(self) -> bool:
+        """Whether every value is finite (always so for bytes)."""
+        return not self.data.is_floating_point() or all_finite([self.data])
+
+    def like(self, data: Tensor) -> Payload:
+        """The same kind of message with other contents."""
+        return Payload(data, purpose=self.purpose, fixed=self.fixed)
+
+    @staticmethod
+    def of_bytes(raw: bytes, *, purpose: str = "round", fixed: bool = False) -> Payload:
+        """A payload of plain bytes on the CPU."""
+        return Payload(torch.frombuffer(bytearray(raw), dtype=torch.uint8), purpose=purpose, fixed=fixed)
+
+    def to_bytes(self) -> bytes:
+        """The message as plain bytes."""
+        return self.data.cpu().view(torch.uint8).numpy().tobytes()
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether every element of every tensor is finite; one pass, no copy, one look at the result."""
+    # NaN passes through aminmax. Ten times faster than isfinite().all() on a CPU, six times faster than the max norm.
+    extremes = [torch.stack(torch.aminmax(t)).float() for t in tensors if t.numel()]
+    return not extremes or bool(torch.isfinite(torch.stack(extremes)).all())
+
+
+def pack(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Copy all tensors, cast to `dtype`, into one flat buffer: one allocation, one pass.
+
+    Args:
+        tensors: any shapes, 0-d and empty ones too, all on one device.
+        dtype: of the buffer.
+
+    Returns:
+        1-D tensor with as many elements as all tensors together.
+    """
+    device = tensors[0].device if tensors else torch.device("cpu")
+    flat = torch.empty(sum(t.numel() for t in tensors), dtype=dtype, device=device)
+    for t, part in zip(tensors, split(flat, tensors), strict=True):
+        part.copy_(t)
+    return flat
+
+
+def split(flat: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
+    """Views into `flat` with the shapes of `like`, in order.
+
+    Args:
+        flat: 1-D tensor holding the elements of all tensors of `like`.
+        like: gives the shapes.
+
+    Returns:
+        One view per tensor; writing to it writes to `flat`.
+    """
+    views, start = [], 0
+    for t in like:
+        views.append(flat[start : start + t.numel()].view(t.shape))
+        start += t.numel()
+    if start != flat.numel():
+        raise ValueError(f"a buffer of {flat.numel()} elements cannot hold tensors of {start} elements in all")
+    return views

@@ -1,0 +1,243 @@
+"""World: N simulated workers in one process, running ordinary training code, with a clock of their own.
+
+    world = World(8, network=Network(bandwidth=100e6, latency=0.02), step_time=0.1)
+    results = world.run(lambda link: train(link))       # the same train() as under torchrun
+
+Results are deterministic: workers run one at a time in a fixed order and reductions go in rank order. Simulated time is
+apart from wall time: a local step adds `step_time` to its worker's clock; an exchange ends at
+
+    max over workers of the time they posted it  +  hops * latency  +  bytes / bandwidth
+
+and a worker that waits for it has its clock moved there, so computing between `post()` and `wait()` hides the wire.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from thinwire.errors import ConfigError, LinkError, check_positive_int
+from thinwire.links.base import Ticket
+from thinwire.links.sim import SimLink
+from thinwire.network import Network, Op
+from thinwire.payload import Payload
+from thinwire.sim.baton import Baton
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Exchange:
+    """One collective: what each worker posted and when, and the result when all have."""
+
+    op: Op
+    purpose: str
+    posted: dict[int, tuple[Payload, float]] = field(default_factory=dict)
+    result: list[Payload] | None = None
+    end: float = 0.0
+    collected: int = 0
+
+
+class World:
+    """N simulated workers joined by a simulated network.
+
+    Args:
+        size: number of workers.
+        network: bandwidth and latency; unlimited by default.
+        step_time: seconds that one local step takes, one number or one per worker (stragglers); None charges the wall
+            time that the worker really computed on this machine.
+        seed: worker r starts with torch's, numpy's and Python's global generators seeded by seed + r.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        network: Network | None = None,
+        step_time: float | Sequence[float] | None = None,
+        seed: int = 0,
+    ):
+        """Make the world; nothing runs yet."""
+        check_positive_int("size", size)
+        self.network = network or Network()
+        self.network.check(size)
+        self.step_time = _per_worker(step_time, size)
+        self.size, self.seed = size, seed
+        self.clocks = [0.0] * size
+        self._running = False
+
+    def run(self, worker: Callable[[SimLink], T]) -> list[T]:
+        """Run `worker(link)` on every simulated worker and return what each returned, in rank order.
+
+        If a worker raises, the others are stopped at their next exchange and its exception is raised here, with a note that
+        names the rank.
+        """
+        if self._running:
+            raise ConfigError("this World is already running; make another one")
+        self._reset()
+        results: list[T | None] = [None] * self.size
+        threads = [
+            threading.Thread(target=self._live, args=(rank, worker, results), name=f"sim-worker-{rank}", daemon=True)
+            for rank in range(self.size)
+        ]
+        caller_random = torch.get_rng_state()
+        self._running = True
+        try:
+            for thread in threads:
+                thread.start()
+            self._baton.start()
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(timeout=0.5)  # a bounded wait, so that Ctrl-C reaches the main thread
+        except KeyboardInterrupt:
+            self._failure = (-1, KeyboardInterrupt())  # workers leave at their next exchange
+            raise
+        finally:
+            self._running = False
+            torch.set_rng_state(caller_random)
+        if self._failure is not None:
+            rank, error = self._failure
+            error.add_note(f"raised by simulated worker {rank} of {self.size}")
+            raise error
+        return results  # type: ignore[return-value]
+
+    @property
+    def seconds(self) -> float:
+        """Simulated time so far: the clock of the latest worker."""
+        return max(self.clocks)
+
+    # What SimLink asks for.
+
+    def post(self, rank: int, payload: Payload, op: Op) -> Ticket:
+        """Take worker `rank`'s message of its next exchange; when all have posted, the result is made."""
+        self._charge_wall_time(rank)
+        number = self._posts[rank]
+        self._posts[rank] += 1
+        exchange = self._exchanges.setdefault(number, _Exchange(op, payload.purpose))
+        if (exchange.op, exchange.purpose) != (op, payload.purpose):
+            raise LinkError(
+                f"rank {rank}, exchange {number + 1}: posted {op} for {payload.purpose!r} while rank "
+                f"{min(exchange.posted)} posted {exchange.op} for {exchange.purpose!r}"
+            )
+        exchange.posted[rank] = (payload, self.clocks[rank])
+        if len(exchange.posted) == self.size:
+            self._complete(exchange)
+        return _SimTicket(self, rank, number)
+
+    def step_taken(self, rank: int) -> None:
+        """Charge one local step."""
+        if self.step_time is None:
+            self._charge_wall_time(rank)
+        else:
+            self.clocks[rank] += self.step_time[rank]
+
+    def now(self, rank: int) -> float:
+        """Worker `rank`'s clock."""
+        return self.clocks[rank]
+
+    def elapse(self, rank: int, seconds: float) -> None:
+        """Move worker `rank`'s clock forward."""
+        self.clocks[rank] += max(0.0, seconds)
+
+    # How it works.
+
+    def _reset(self) -> None:
+        self.clocks = [0.0] * self.size
+        self._posts = [0] * self.size
+        self._awaited: list[int | None] = [None] * self.size
+        self._exchanges: dict[int, _Exchange] = {}
+        self._wire_free = 0.0
+        self._failure: tuple[int, BaseException] | None = None
+        self._since = [0.0] * self.size
+        self._baton = Baton(self.size, self._can_go_on, seed=self.seed)
+
+    def _live(self, rank: int, worker: Callable[[SimLink], T], results: list[T | None]) -> None:
+        self._baton.take(rank)
+        self._since[rank] = time.perf_counter()
+        try:
+            if self._failure is None:
+                results[rank] = worker(SimLink(self, rank))
+        except BaseException as error:
+            if self._failure is None:
+                self._failure = (rank, error)
+        finally:
+            self._baton.retire(rank)
+
+    def _can_go_on(self, rank: int) -> bool:
+        number = self._awaited[rank]
+        return self._failure is not None or number is None or self._exchanges[number].result is not None
+
+    def _collect(self, rank: int, number: int) -> list[Payload]:
+        """Wait for exchange `number`: others run meanwhile."""
+        self._charge_wall_time(rank)
+        exchange = self._exchanges[number]
+        if exchange.result is None:
+            self._awaited[rank] = number
+            arrived = self._baton.yield_until_ready(rank)
+            self._awaited[rank] = None
+            self._since[rank] = time.perf_counter()
+            if not arrived or exchange.result is None:
+                raise self._in_vain(rank, number, exchange)
+        self.clocks[rank] = max(self.clocks[rank], exchange.end)
+        exchange.collected += 1
+        if exchange.collected == self.size:
+            del self._exchanges[number]
+        assert exchange.result is not None
+        if exchange.op == "gather":
+            return exchange.result
+        return [p.like(p.data.clone()) for p in exchange.result]  # each worker may write into its own mean
+
+    def _complete(self, exchange: _Exchange) -> None:
+        payloads = [exchange.posted[r][0] for r in range(self.size)]
+        sizes = [p.nbytes for p in payloads]
+        if exchange.op == "mean":
+            if len(set(sizes)) > 1:
+                raise LinkError(f"cannot average messages of different lengths: {sizes} bytes, in rank order")
+            total = payloads[0].data.clone()
+            for p in payloads[1:]:
+                total += p.data
+            payloads = [payloads[0].like(total.div_(self.size))]
+        started = max(self._wire_free, *(at for _, at in exchange.posted.values()))
+        exchange.end = self._wire_free = started + self.network.seconds(exchange.op, sizes)
+        exchange.result = payloads
+
+    def _in_vain(self, rank: int, number: int, exchange: _Exchange) -> LinkError:
+        missing = [r for r in range(self.size) if r not in exchange.posted]
+        if self._failure is not None:
+            culprit, error = self._failure
+            return LinkError(f"rank {rank}, exchange {number + 1}: rank {culprit} failed: {error!r}", lost=[culprit])
+        names = ", ".join(f"rank {r}" for r in missing)
+        return LinkError(f"rank {rank}, exchange {number + 1}: {names} will never take part", lost=missing)
+
+    def _charge_wall_time(self, rank: int) -> None:
+        if self.step_time is None:
+            now = time.perf_counter()
+            self.clocks[rank] += now - self._since[rank]
+            self._since[rank] = now
+
+
+class _SimTicket(Ticket):
+    def __init__(self, world: World, rank: int, number: int):
+        self._world, self._rank, self._number = world, rank, number
+        self._result: list[Payload] | None = None
+
+    def wait(self) -> list[Payload]:
+        if self._result is None:
+            self._result = self._world._collect(self._rank, self._number)
+        return self._result
+
+
+def _per_worker(step_time: float | Sequence[float] | None, size: int) -> list[float] | None:
+    if step_time is None:
+        return None
+    times = [float(step_time)] * size if isinstance(step_time, int | float) else [float(t) for t in step_time]
+    if len(times) != size:
+        raise ConfigError(f"step_time lists {len(times)} workers, but there are {size}")
+    if not all(t >= 0 for t in times):
+        raise ConfigError(f"step_time must be zero or more seconds, got {step_time!r}")
+    return times

@@ -1,0 +1,499 @@
+"""The admission rule: every class in `thinwire.algorithms` passes all of this, in the simulator and on real processes."""
+
+from __future__ import annotations
+
+import io
+import inspect
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import thinwire
+from tests.conformance.training import (
+    ALGORITHMS,
+    NAMES,
+    H,
+    adamw,
+    assert_close,
+    assert_same,
+    backward,
+    build,
+    model_of,
+    sgd,
+    shared,
+    snapshot,
+    train,
+)
+from tests.processes import Pool
+from thinwire import Dense, Flaky, Metered, SoloLink, World
+from thinwire.algorithm import Algorithm, Wrapper
+from thinwire.network import ring_traffic
+
+pytestmark = pytest.mark.parametrize("name", NAMES)
+
+
+def test_it_is_named_and_documented(name: str) -> None:
+    cls = ALGORITHMS[name]
+    assert name == name.lower()
+    assert "_" not in name
+    assert cls.__doc__, "the class says what the method does"
+    assert inspect.getmodule(cls).__doc__, "the file begins with the method's equations"
+    assert cls.replicated | cls.synced, "something must be bit-equal on all workers after a round"
+
+
+def test_unknown_arguments_are_refused(name: str) -> None:
+    with pytest.raises(TypeError, match="no_such_setting"):
+        build(name, model_of().parameters(), SoloLink(), no_such_setting=1)
+
+
+def test_bad_policies_are_refused_with_what_is_allowed(name: str) -> None:
+    with pytest.raises(ValueError, match="'keep', 'restore', got 'explode'"):
+        build(name, model_of().parameters(), SoloLink(), on_abort="explode")
+    with pytest.raises(ValueError, match="'skip', 'raise', got 'ignore'"):
+        build(name, model_of().parameters(), SoloLink(), on_nonfinite="ignore")
+
+
+# --- Workers agree ---------------------------------------------------------------------------------------------------------
+
+
+def test_shared_state_is_bit_equal_after_every_round_and_replicated_state_always(name: str) -> None:
+    def worker(link: thinwire.Link) -> list[tuple[bool, dict]]:
+        model = model_of()
+        opt = build(name, model.parameters(), link, alarm_every=1)
+        seen = []
+        for step in range(1, 2 * H + 2):
+            train(model, opt, link.rank, 1, first=step)
+            seen.append((opt.pending_steps == 0, shared(opt)))
+        return seen
+
+    cls = ALGORITHMS[name]
+    workers = World(3).run(worker)
+    rounds = 0
+    for mine, *others in zip(*workers, strict=True):
+        after_round, state = mine
+        rounds += after_round
+        for key, tensors in state.items():
+            if after_round or key.split(".")[0] in cls.replicated:
+                for _, other in others:
+                    assert_same(tensors, other[key], f"{name}: {key}")
+    assert rounds >= 2, "the test saw too few rounds"
+
+
+def test_one_worker_equals_its_inner_optimizer(name: str) -> None:
+    cls = ALGORITHMS[name]
+    if not issubclass(cls, Wrapper):
+        pytest.skip("has no inner optimizer: its own test file has its limits")
+    neutral = {"outer_lr": 1.0, "outer_momentum": 0.0}  # the limit in which an outer step is plain averaging
+    known = inspect.signature(cls.__init__).parameters
+    alone, reference = model_of(), model_of()
+    opt = build(name, alone.parameters(), SoloLink(), **{k: v for k, v in neutral.items() if k in known})
+    inner = adamw(reference.parameters())
+    for step in range(1, 3 * H):
+        train(alone, opt, 0, 1, first=step)
+        backward(reference, 0, step)
+        inner.step()
+        inner.zero_grad()
+    assert_close(snapshot(alone), snapshot(reference))
+
+
+# --- Rounds that fail ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", ["commit", "exchange"])
+@pytest.mark.parametrize("on_abort", ["keep", "restore"])
+def test_an_aborted_round_touches_nothing_shared_and_training_goes_on(name: str, at: str, on_abort: str) -> None:
+    def worker(link: thinwire.Link) -> tuple:
+        model = model_of()
+        opt = build(name, model.parameters(), Flaky(link, {2}, at=at), on_abort=on_abort, alarm_every=1)
+        period = 1 if opt.schedule.due(1) else H
+        train(model, opt, link.rank, period)
+        before = {k: v for k, v in shared(opt).items() if k.split(".")[0] in opt.replicated}
+        agreed = snapshot(model)
+        train(model, opt, link.rank, period, first=period + 1)
+        after = {k: v for k, v in shared(opt).items() if k.split(".")[0] in opt.replicated}
+        drifted = snapshot(model)
+        aborted = opt.aborted_rounds
+        train(model, opt, link.rank, period, first=2 * period + 1)
+        return before, after, agreed, drifted, aborted, snapshot(model), opt.pending_steps
+
+    results = World(2).run(worker)
+    for before, after, agreed, drifted, aborted, final, pending in results:
+        assert aborted == 1
+        assert before.keys() == after.keys()
+        for key in before:
+            assert_same(before[key], after[key], f"{key} changed in a round that did not take place")
+        if on_abort == "restore":
+            assert_same(agreed, drifted, "restore goes back to the last agreed parameters")
+        assert pending == 0
+        assert not all(torch.equal(a, b) for a, b in zip(agreed, final, strict=True)), "training went on"
+        assert_same(final, results[0][5], "the next round brings all workers together")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_nan_in_one_gradient_poisons_nobody(name: str, bad: float, caplog: pytest.LogCaptureFixture) -> None:
+    """The bar: NaN at step 20 of 40 on one worker; all end finite and equal, and the log names the rank."""
+
+    def worker(link: thinwire.Link) -> list:
+        model = model_of()
+        opt = build(name, model.parameters(), link, alarm_every=1)
+        for step in range(1, 41):
+            backward(model, link.rank, step)
+            if step == 20 and link.rank == 1:
+                model.first.weight.grad[2, 3] = bad
+            opt.step()
+            opt.zero_grad()
+        return snapshot(model)
+
+    with caplog.at_level(logging.WARNING, logger="thinwire"):
+        first, *others = World(3).run(worker)
+    assert all(bool(torch.isfinite(p).all()) for p in first)
+    for other in others:
+        assert_same(first, other)
+    assert any("rank 1" in r.getMessage() and "NaN or Inf" in r.getMessage() for r in caplog.records)
+    assert not any("rank 0" in r.getMessage() or "rank 2" in r.getMessage() for r in caplog.records)
+
+
+def test_a_poisoned_worker_is_named_refused_and_healed(name: str) -> None:
+    """A worker whose parameters are NaN already: nobody averages them in, and it comes back by itself."""
+    if "param" in ALGORITHMS[name].replicated:
+        pytest.skip("workers of this method never have parameters of their own")
+
+    def worker(link: thinwire.Link) -> tuple:
+        model = model_of()
+        opt = build(name, model.parameters(), link, alarm_every=1)
+        train(model, opt, link.rank, H)
+        if link.rank == 1:
+            with torch.no_grad():
+                model.first.weight.fill_(float("nan"))
+        opt.zero_grad()
+        for step in range(H + 1, 3 * H + 1):
+            backward(model, link.rank, step)
+            opt.step()
+            opt.zero_grad()
+        return opt.aborted_rounds, snapshot(model)
+
+    results = World(3).run(worker)
+    assert [aborted for aborted, _ in results] == [1, 1, 1], "refused on ALL workers, once"
+    for _, params in results:
+        assert all(bool(torch.isfinite(p).all()) for p in params)
+        assert_same(params, results[0][1])
+
+
+def test_on_nonfinite_raise_stops_with_the_culprit_named(name: str) -> None:
+    def worker(link: thinwire.Link) -> None:
+        model = model_of()
+        opt = build(name, model.parameters(), link, on_nonfinite="raise")
+        for step in range(1, H + 1):
+            backward(model, link.rank, step)
+            if link.rank == 1:
+                model.first.weight.grad[0, 0] = float("nan")
+            opt.step()
+
+    with pytest.raises(thinwire.errors.NonFiniteRound, match="rank 1") as caught:
+        World(2).run(worker)
+    assert caught.value.culprits == (1,)
+
+
+# --- Resuming ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [H, H + 1, 2 * H - 1], ids=["at a round", "mid-interval", "just before a round"])
+@pytest.mark.parametrize("inner", [adamw, sgd])
+def test_state_dict_resumes_bit_for_bit(name: str, stop: int, inner) -> None:
+    def straight(link: thinwire.Link) -> list:
+        model = model_of()
+        opt = build(name, model.parameters(), link, inner=inner)
+        train(model, opt, link.rank, 3 * H)
+        return snapshot(model)
+
+    def resumed(link: thinwire.Link) -> list:
+        model = model_of()
+        opt = build(name, model.parameters(), link, inner=inner)
+        train(model, opt, link.rank, stop)
+        disk = io.BytesIO()
+        torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, disk)
+        disk.seek(0)
+        saved = torch.load(disk, weights_only=True)
+        model = model_of(seed=99)
+        model.load_state_dict(saved["model"])
+        opt = build(name, model.parameters(), link, inner=inner)
+        opt.load_state_dict(saved["opt"])
+        train(model, opt, link.rank, 3 * H - stop, first=stop + 1)
+        return snapshot(model)
+
+    for a, b in zip(World(2).run(straight), World(2).run(resumed), strict=True):
+        assert_same(a, b)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
+@pytest.mark.parametrize("stop", [0, H + 1], ids=["before the first step", "mid-interval"])
+def test_resumes_through_stock_torch_checkpointing(name: str, stop: int, tmp_path: Path) -> None:
+    """torch.distributed.checkpoint fills only what the reader has, and steps an optimizer whose state is empty."""
+    model = model_of()
+    opt = build(name, model.parameters(), SoloLink())
+    train(model, opt, 0, stop)
+    state = {"model": model.state_dict(), "opt": get_optimizer_state_dict(model, opt)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    assert opt.steps == stop, "saving must not take steps"
+
+    other = model_of(seed=99)
+    other_opt = build(name, other.parameters(), SoloLink())
+    state = {"model": other.state_dict(), "opt": get_optimizer_state_dict(other, other_opt)}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    other.load_state_dict(state["model"])
+    set_optimizer_state_dict(other, other_opt, optim_state_dict=state["opt"])
+    assert other_opt.steps == stop
+    for m, o in ((model, opt), (other, other_opt)):
+        train(m, o, 0, 2 * H, first=stop + 1)
+    assert_same(snapshot(model), snapshot(other))
+
+
+def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(name: str) -> None:
+    model = model_of()
+    opt = build(name, model.parameters(), SoloLink())
+    train(model, opt, 0, H + 1)
+    before, state = snapshot(model), opt.state_dict()
+    bigger = torch.nn.Linear(4, 4)
+    stranger = build(name, bigger.parameters(), SoloLink()).state_dict()
+    with pytest.raises(thinwire.errors.CheckpointError, match="groups of"):
+        opt.load_state_dict(stranger)
+    assert_same(before, snapshot(model))
+    again = opt.state_dict()
+    assert again["param_groups"] == state["param_groups"]
+    for index in state["state"]:
+        for key, value in state["state"][index].items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(again["state"][index][key])), key
+
+
+# --- Habitats ----------------------------------------------------------------------------------------------------------------
+
+
+def _train_somewhere(link: thinwire.Link, name: str, gather: bool, dtype: torch.dtype, steps: int) -> list:
+    torch.manual_seed(link.rank)
+    model = model_of(dtype=dtype)
+    opt = build(name, model.parameters(), link, codec=Dense(gather=gather), alarm_every=1)
+    train(model, opt, link.rank, steps)
+    return snapshot(model)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_simulator_equals_real_processes(name: str, size: int, dtype: torch.dtype, pool: Pool) -> None:
+    """Bit for bit where messages are gathered; up to the order of a ring's additions where they are reduced."""
+    for gather in (True, False):
+        args = (name, gather, dtype, 2 * H + 1)
+        real = pool.run(_train_somewhere, size, *args)
+        simulated = World(size).run(lambda link, args=args: _train_somewhere(link, *args))
+        for a, b in zip(real, simulated, strict=True):
+            if gather or size == 2:
+                assert_same(a, b, f"{name} with {size} workers")
+            else:
+                assert_close(a, b, 1e-6 if dtype == torch.float32 else 2e-2)
+
+
+def _bytes_of_rounds(link: thinwire.Link, name: str) -> tuple[list, int]:
+    model, metered = model_of(), Metered(link)
+    opt = build(name, model.parameters(), metered)
+    train(model, opt, link.rank, 2 * H)
+    return [e for e in metered.meter.recent if e.purpose == "round"], opt.message_nbytes()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_metered_bytes_equal_the_formula(name: str, size: int, pool: Pool) -> None:
+    habitats = [World(size).run(lambda link: _bytes_of_rounds(link, name))]
+    if size > 1:
+        habitats.append(pool.run(_bytes_of_rounds, size, name))
+    for workers in habitats:
+        for rank, (rounds, expected) in enumerate(workers):
+            assert len(rounds) >= 2
+            for exchange in rounds:
+                assert exchange.payload == expected
+                wire = ring_traffic(exchange.op, [expected] * size, rank)
+                assert (exchange.sent, exchange.received) == wire
+
+
+# --- An optimizer like any other -----------------------------------------------------------------------------------------
+
+
+def test_learning_rate_schedulers_drive_it(name: str) -> None:
+    model, frozen_model = model_of(), model_of()
+    opt = build(name, model.parameters(), SoloLink())
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, step_size=2, gamma=0.1)
+    start = opt.param_groups[0]["lr"]
+    for step in range(1, 5):
+        train(model, opt, 0, 1, first=step)
+        scheduler.step()
+    assert opt.param_groups[0]["lr"] == pytest.approx(start * 0.01)
+    still = build(name, frozen_model.parameters(), SoloLink())
+    torch.optim.lr_scheduler.LambdaLR(still, lambda _: 0.0)
+    before = snapshot(frozen_model)
+    train(frozen_model, still, 0, 2 * H)
+    assert_close(before, snapshot(frozen_model), 1e-7)
+
+
+def test_a_closure_is_called_once_with_gradients_on_and_its_loss_returned(name: str) -> None:
+    with_closure, without = model_of(), model_of()
+    opt_a, opt_b = (build(name, m.parameters(), SoloLink()) for m in (with_closure, without))
+    calls = []
+    for step in range(1, H + 1):
+
+        def closure(step: int = step) -> torch.Tensor:
+            calls.append(step)
+            opt_a.zero_grad()
+            return backward(with_closure, 0, step)
+
+        with torch.no_grad():
+            loss = opt_a.step(closure)
+        assert torch.is_tensor(loss)
+        assert loss > 0
+        train(without, opt_b, 0, 1, first=step)
+    assert calls == list(range(1, H + 1))
+    assert_same(snapshot(with_closure), snapshot(without))
+
+
+def test_zero_grad(name: str) -> None:
+    model = model_of()
+    opt = build(name, model.parameters(), SoloLink())
+    backward(model, 0, 2)
+    opt.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    backward(model, 0, 2)
+    opt.zero_grad(set_to_none=False)
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def test_grad_scaler_with_an_overflow_on_one_worker_does_not_hang(name: str) -> None:
+    """The scaler of one worker finds an Inf; if it skipped step(), all others would wait for ever."""
+
+    def worker(link: thinwire.Link) -> tuple:
+        model = model_of()
+        opt = build(name, model.parameters(), link, alarm_every=1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(1, 2 * H + 1):
+            x_scale = 1e38 if step == 2 and link.rank == 1 else 1.0
+            loss = (model(torch.ones(2, 5) * 0.1, step)).square().mean()
+            scaler.scale(loss * x_scale).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+        return snapshot(model), scaler.get_scale(), opt.steps
+
+    results = World(2).run(worker)
+    assert results[0][1] == 2.0**10
+    assert results[1][1] == 2.0**9, "only the worker that overflowed backs off"
+    for params, _, steps in results:
+        assert steps == 2 * H
+        assert all(bool(torch.isfinite(p).all()) for p in params)
+        assert_same(params, results[0][0])
+
+
+def test_grad_scaler_is_transparent(name: str) -> None:
+    scaled, plain = model_of(), model_of()
+    opt_a, opt_b = (build(name, m.parameters(), SoloLink()) for m in (scaled, plain))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    for step in range(1, H + 1):
+        for model, opt in ((scaled, opt_a), (plain, opt_b)):
+            loss = model(torch.full((3, 5), 0.3), step).square().mean()
+            if model is scaled:
+                scaler.scale(loss).backward()
+                scaler.step(opt)
+                scaler.update()
+            else:
+                loss.backward()
+                opt.step()
+            opt.zero_grad()
+    assert_close(snapshot(scaled), snapshot(plain))
+
+
+def test_a_second_parameter_group_takes_part(name: str) -> None:
+    def worker(link: thinwire.Link) -> tuple:
+        model = model_of()
+        opt = build(name, [{"params": model.first.parameters()}], link)
+        train_partly = [model.gain, model.second.weight]
+        backward(model, link.rank, 1)
+        opt.step()
+        opt.zero_grad()
+        model.zero_grad()
+        opt.add_param_group({"params": train_partly, "lr": 0.005})
+        start = [p.detach().clone() for p in train_partly]
+        train(model, opt, link.rank, 2 * H - 1, first=2)
+        return [p.detach().clone() for p in train_partly], start, [g["lr"] for g in opt.param_groups]
+
+    (a, start, rates), (b, _, _) = World(2).run(worker)
+    assert_same(a, b)
+    assert not torch.equal(a[0], start[0]), "the added group is trained"
+    assert rates[1] == 0.005
+
+
+def test_unfreezing_a_parameter_behind_its_back_is_refused(name: str) -> None:
+    model = model_of()
+    opt = build(name, model.parameters(), SoloLink())
+    model.frozen.requires_grad_(True)
+    with pytest.raises(ValueError, match="was frozen when"):
+        train(model, opt, 0, 1)
+
+
+def test_converges_on_a_noisy_quadratic(name: str) -> None:
+    """200 steps, 4 workers: at most a twentieth of the distance to the optimum is left."""
+    target = torch.linspace(-1, 1, 30)
+
+    def worker(link: thinwire.Link) -> float:
+        x = torch.nn.Parameter(torch.full((30,), 2.0))
+        opt = build(name, [x], link, inner=lambda p: torch.optim.SGD(p, lr=0.05))
+        noise = torch.Generator().manual_seed(link.rank)
+        for _ in range(200):
+            x.grad = (x.detach() - target) + 0.3 * torch.randn(30, generator=noise)
+            opt.step()
+        opt.finish()
+        return float((x.detach() - target).norm())
+
+    start = float((torch.full((30,), 2.0) - target).norm())
+    distances = World(4).run(worker)
+    assert max(distances) < start / 20
+
+
+def test_finish_brings_the_last_local_steps_in_once(name: str) -> None:
+    def worker(link: thinwire.Link) -> tuple:
+        model = model_of()
+        opt = build(name, model.parameters(), link)
+        train(model, opt, link.rank, H + 2)
+        pending, rounds = opt.pending_steps, opt.rounds
+        opt.finish()
+        once = snapshot(model), opt.rounds
+        opt.finish()
+        return pending, rounds, once, snapshot(model), opt.rounds
+
+    results = World(2).run(worker)
+    for pending, rounds, (params, after), again, final in results:
+        assert after == rounds + (pending > 0)
+        assert final == after, "a second finish() does nothing"
+        assert_same(params, again)
+        assert_same(params, results[0][2][0], "all workers end with the same model")
+
+
+def test_shared_model_shows_what_all_agreed_on_and_puts_it_back(name: str) -> None:
+    def worker(link: thinwire.Link) -> tuple:
+        model = model_of()
+        opt = build(name, model.parameters(), link)
+        train(model, opt, link.rank, H + 2)
+        mine = snapshot(model)
+        with opt.shared_model():
+            agreed = snapshot(model)
+        return mine, agreed, snapshot(model)
+
+    results = World(2).run(worker)
+    for mine, agreed, after in results:
+        assert_same(mine, after)
+        assert_same(agreed, results[0][1])
+
+
+def test_repr_shows_the_settings(name: str) -> None:
+    opt: Algorithm = build(name, model_of().parameters(), SoloLink())
+    assert repr(opt).startswith(type(opt).__name__ + "(")

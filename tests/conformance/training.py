@@ -1,0 +1,107 @@
+"""What the conformance tests train: an ordinary loop on a small model with awkward shapes, for any algorithm class."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.algorithm import Algorithm, Wrapper
+from thinwire.algorithms import found
+from thinwire.links.base import Link
+from thinwire.links.shards import local
+
+ALGORITHMS = found()
+NAMES = list(ALGORITHMS)
+H = 4  # every method with a period gets this one
+
+
+class Awkward(nn.Module):
+    """0-d, 1-d, odd and prime shapes, one frozen parameter and one that gets no gradient at odd steps."""
+
+    def __init__(self, width: int = 7):
+        super().__init__()
+        self.first = nn.Linear(5, width)
+        self.second = nn.Linear(width, 3, bias=False)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.sometimes = nn.Parameter(torch.full((2, 1), 0.1))
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        y = self.second(torch.tanh(self.first(x))) * self.gain + self.frozen
+        return y + self.sometimes.sum() if step % 2 == 0 else y
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+
+
+def build(
+    name: str,
+    params: Any,
+    link: Link,
+    *,
+    inner: Callable[[Any], torch.optim.Optimizer] = adamw,
+    **settings: Any,
+) -> Algorithm:
+    """An instance of the algorithm with this name, with a short period if it has one."""
+    cls = ALGORITHMS[name]
+    if "H" in inspect.signature(cls.__init__).parameters:
+        settings.setdefault("H", H)
+    if issubclass(cls, Wrapper):
+        return cls(inner(params), link, **settings)  # type: ignore[call-arg]
+    return cls(params, link, **settings)
+
+
+def model_of(seed: int = 0, dtype: torch.dtype = torch.float32) -> Awkward:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Awkward().to(dtype)
+
+
+def batch_of(rank: int, step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """The batch is a pure function of worker and step."""
+    g = torch.Generator().manual_seed(1000 * rank + step)
+    x = torch.randn(6, 5, generator=g)
+    return x.to(dtype), torch.stack([x.sum(1), x.prod(1), x[:, 0]], 1).to(dtype)
+
+
+def backward(model: nn.Module, rank: int, step: int) -> Tensor:
+    dtype = next(model.parameters()).dtype
+    x, y = batch_of(rank, step, dtype)
+    loss = (model(x, step) - y).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def train(model: nn.Module, opt: Algorithm, rank: int, steps: int, *, first: int = 1) -> None:
+    for step in range(first, first + steps):
+        backward(model, rank, step)
+        opt.step()
+        opt.zero_grad()
+
+
+def snapshot(model: nn.Module) -> list[Tensor]:
+    return [local(p.detach()).clone() for p in model.parameters()]
+
+
+def shared(opt: Algorithm) -> dict[str, list[Tensor]]:
+    return {name: [t.clone() for t in tensors] for name, tensors in opt.shared_state().items()}
+
+
+def assert_same(a: list[Tensor], b: list[Tensor], message: str = "") -> None:
+    assert len(a) == len(b), message
+    for i, (x, y) in enumerate(zip(a, b, strict=True)):
+        assert torch.equal(x, y), f"{message} tensor {i} differs by {(x - y).abs().max().item():.3g}"
+
+
+def assert_close(a: list[Tensor], b: list[Tensor], tolerance: float = 1e-6) -> None:
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)

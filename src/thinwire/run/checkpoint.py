@@ -1,0 +1,345 @@
+"""Checkpoints on torch.distributed.checkpoint: replicated state once, each worker's own state under `worker{r}/`.
+
+Stock checkpointing takes tensors of one name for duplicates and keeps one of them, so that the momenta of different workers
+would be silently mixed. Here the algorithm's declaration decides: what is bit-equal on all workers is written once under
+`replicated/`, everything else under the name of its worker.
+
+A checkpoint is written aside and then renamed, so that a kill at any moment leaves the last good one:
+
+    run/checkpoints/step-00000040/     finished: thinwire.json and the files of torch.distributed.checkpoint
+    run/checkpoints/.writing-.../      being written, or left by a kill: ignored, and removed by the next save
+
+Loading reads everything into buffers of its own and checks it before anything of the model or the optimizer is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from thinwire.algorithm import Algorithm
+from thinwire.errors import CheckpointError
+from thinwire.links.base import Link
+
+FORMAT = 1
+_FINISHED = re.compile(r"step-(\d+)")
+_DESCRIPTION = "thinwire.json"
+
+
+@dataclass
+class Resumed:
+    """What a checkpoint gave.
+
+    Attributes:
+        step: the step after which it was written.
+        extra: the numbers that were saved with it for this worker, for instance the meter's totals.
+        notes: what could not be taken over and was re-initialised, one sentence each; empty for the same world.
+    """
+
+    step: int
+    extra: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def finished(folder: Path) -> list[Path]:
+    """All finished checkpoints in `folder`, oldest first."""
+    if not folder.is_dir():
+        return []
+    named = [(int(m[1]), p) for p in folder.iterdir() if (m := _FINISHED.fullmatch(p.name)) and (p / _DESCRIPTION).is_file()]
+    return [p for _, p in sorted(named)]
+
+
+def save(
+    folder: Path,
+    model: nn.Module,
+    optimizer: Algorithm,
+    link: Link,
+    *,
+    extra: Mapping[str, float] | None = None,
+    keep: int = 2,
+) -> Path:
+    """Write a checkpoint of all workers; called by all of them after the same step.
+
+    Args:
+        folder: where checkpoints live; shared by all workers.
+        model: its parameters and buffers are saved.
+        optimizer: all of its state is saved, and the inner optimizer's.
+        link: tells which worker this is.
+        extra: numbers of this worker to keep with it.
+        keep: how many finished checkpoints to leave; older ones are removed.
+
+    Returns:
+        The finished checkpoint's folder.
+    """
+    target = folder / f"step-{optimizer.steps:08d}"
+    aside = folder / f".writing-{target.name}"
+    state = _flat_state(model, optimizer, link, extra or {})
+    try:
+        if _is_first():
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+        _everyone()
+        with _quiet():
+            dcp.save(state, checkpoint_id=aside, no_dist=not dist.is_initialized())
+        if _is_first():
+            _write_description(aside / _DESCRIPTION, optimizer, link)
+            _publish(aside, target)
+            for old in finished(folder)[: -max(1, keep)]:
+                shutil.rmtree(old, ignore_errors=True)
+    except OSError as cause:
+        raise CheckpointError(f"could not write the checkpoint {target}: {cause}; older ones are untouched") from cause
+    _everyone()
+    return target
+
+
+def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link) -> Resumed:
+    """Take over a checkpoint; called by all workers.
+
+    With the number of workers that wrote it, training goes on bit for bit. With another number, replicated state is taken
+    over, all workers start from the last agreed parameters, and per-worker state is re-initialised and listed in `notes`.
+
+    Args:
+        path: a finished checkpoint, as `finished(folder)` lists them.
+        model: as it was built for the saved run.
+        optimizer: of the same class, around the same parameters.
+        link: tells which worker this is.
+    """
+    description = _read_description(path, optimizer)
+    same_world = description["workers"] == link.size
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    names = _parameter_names(model, optimizer)
+    parameters = dict(model.named_parameters())
+    wanted = ("replicated/", f"worker{link.rank}/") if same_world else ("replicated/",)
+    state: dict[str, Any] = {}
+    for key, kind in stored.items():
+        if key.startswith(wanted) and isinstance(kind, TensorStorageMetadata):
+            state[key] = _buffer_for(key, kind, parameters)
+    with _quiet():
+        dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+    parts = {key.partition("/")[2]: value for key, value in state.items()}
+    notes = [] if same_world else _fill_for_another_world(parts, parameters, names, optimizer, description["workers"])
+    _apply(parts, description, model, optimizer, names)
+    if not same_world:
+        optimizer._set_counter("thinwire_synced", optimizer.steps)
+    elif "rng" in parts:
+        torch.set_rng_state(parts["rng"])
+    extra = {k.removeprefix("extra/"): float(v) for k, v in parts.items() if k.startswith("extra/")}
+    return Resumed(step=description["step"], extra=extra, notes=notes)
+
+
+# --- Layout --------------------------------------------------------------------------------------------------------------
+
+
+def _flat_state(model: nn.Module, optimizer: Algorithm, link: Link, extra: Mapping[str, float]) -> dict[str, Tensor]:
+    """Every tensor under its place in the checkpoint."""
+
+    def place(kind: str) -> str:
+        return "replicated/" if kind in optimizer.replicated else f"worker{link.rank}/"
+
+    own = f"worker{link.rank}/"
+    state = {f"{place('param')}param/{name}": p.detach() for name, p in model.named_parameters()}
+    state |= {f"{own}buffer/{name}": b for name, b in model.named_buffers() if name in model.state_dict()}
+    state |= {f"{own}extra/{name}": torch.tensor(float(value), dtype=torch.float64) for name, value in extra.items()}
+    state[f"{own}rng"] = torch.get_rng_state()
+    saved = optimizer.state_dict()["state"]
+    for index, name in _parameter_names(model, optimizer).items():
+        entries = saved.get(index, {})
+        ready = bool(entries.get("inner_ready", True))
+        for key, value in entries.items():
+            kind = "inner" if key.startswith("inner") else key
+            if value is None or (key.startswith("inner.") and not ready):
+                continue
+            state[f"{place(kind)}state/{name}/{key}"] = _as_tensor(value, key)
+    return state
+
+
+def _as_tensor(value: object, key: str) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, int | float):
+        return torch.tensor(value, dtype=torch.float64)
+    raise CheckpointError(f"optimizer state {key!r} is a {type(value).__name__}: only tensors and numbers can be saved")
+
+
+def _parameter_names(model: nn.Module, optimizer: Algorithm) -> dict[int, str]:
+    """Number in the optimizer's state dict -> name in the model."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    everyone = [p for group in optimizer.param_groups for p in group["params"]]
+    strangers = [i for i, p in enumerate(everyone) if id(p) not in names]
+    if strangers:
+        raise CheckpointError(f"the optimizer's tensors {strangers} are not parameters of this model")
+    return {i: names[id(p)] for i, p in enumerate(everyone)}
+
+
+def _buffer_for(key: str, kind: TensorStorageMetadata, parameters: Mapping[str, Tensor]) -> Tensor:
+    """An empty tensor to read into: laid out like its parameter where it has the parameter's shape."""
+    section, _, rest = key.partition("/")[2].partition("/")
+    name = rest.rpartition("/")[0] if section == "state" else rest
+    like = parameters.get(name)
+    if section == "param" and (like is None or like.shape != kind.size):
+        have = f"has shape {tuple(like.shape)} here" if like is not None else "does not exist here"
+        raise CheckpointError(f"the checkpoint's parameter {name!r} of shape {tuple(kind.size)} {have}")
+    if like is not None and like.shape == kind.size and section in ("param", "state"):
+        return torch.empty_like(like.detach(), dtype=kind.properties.dtype)
+    return torch.empty(kind.size, dtype=kind.properties.dtype)
+
+
+def _fill_for_another_world(
+    parts: dict[str, Tensor],
+    parameters: Mapping[str, Tensor],
+    names: Mapping[int, str],
+    optimizer: Algorithm,
+    workers: int,
+) -> list[str]:
+    """Complete what replicated state alone does not hold; says what was re-initialised."""
+    notes = []
+    if "param" not in optimizer.replicated:
+        if "anchor" not in optimizer.replicated:
+            raise CheckpointError(f"{type(optimizer).__name__} needs the {workers} workers that wrote it: no shared parameters")
+        for name, p in parameters.items():
+            parts[f"param/{name}"] = parts.get(f"state/{name}/anchor", p.detach())
+        notes.append(f"all workers start from the parameters that the {workers} workers agreed on last")
+    fresh = optimizer.state_dict()["state"]
+    lost = set()
+    for index, name in names.items():
+        for key, value in fresh.get(index, {}).items():
+            if not key.startswith("inner") and f"state/{name}/{key}" not in parts:
+                parts[f"state/{name}/{key}"] = torch.zeros_like(value)
+                lost.add(key)
+    if "inner" not in optimizer.replicated and hasattr(optimizer, "inner"):
+        lost.add("the inner optimizer's state")
+    if lost:
+        notes.append(f"re-initialised, since it was each worker's own: {', '.join(sorted(lost))}")
+    return notes
+
+
+def _apply(
+    parts: Mapping[str, Tensor],
+    description: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: Algorithm,
+    names: Mapping[int, str],
+) -> None:
+    """Copy what was read into model and optimizer; all checks come first."""
+    missing = [name for name, _ in model.named_parameters() if f"param/{name}" not in parts]
+    if missing:
+        raise CheckpointError(f"the checkpoint has no parameter {missing[0]!r} ({len(missing)} missing in all)")
+    state: dict[int, dict[str, Tensor]] = {index: {} for index in names}
+    for index, name in names.items():
+        prefix = f"state/{name}/"
+        state[index] = {k.removeprefix(prefix): v for k, v in parts.items() if k.startswith(prefix) and "/" not in k[len(prefix) :]}
+    groups = [
+        {**_restore_types(saved, group), "params": saved["params"]}
+        for saved, group in zip(description["groups"], optimizer.param_groups, strict=True)
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(parts[f"param/{name}"])
+        for name, b in model.named_buffers():
+            if f"buffer/{name}" in parts:
+                b.copy_(parts[f"buffer/{name}"])
+
+
+# --- The description file --------------------------------------------------------------------------------------------------
+
+
+def _write_description(path: Path, optimizer: Algorithm, link: Link) -> None:
+    groups = optimizer.state_dict()["param_groups"]
+    description = {
+        "format": FORMAT,
+        "step": optimizer.steps,
+        "workers": link.size,
+        "algorithm": type(optimizer).__name__,
+        "groups": [{k: v.item() if isinstance(v, Tensor) else v for k, v in g.items()} for g in groups],
+    }
+    with path.open("w") as file:
+        json.dump(description, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_description(path: Path, optimizer: Algorithm) -> dict[str, Any]:
+    try:
+        description = json.loads((path / _DESCRIPTION).read_text())
+    except (OSError, ValueError) as cause:
+        raise CheckpointError(f"{path} is not a finished thinwire checkpoint: {cause}") from cause
+    if description.get("format") != FORMAT:
+        raise CheckpointError(f"{path} has format {description.get('format')!r}, this version reads {FORMAT}")
+    if description["algorithm"] != type(optimizer).__name__:
+        raise CheckpointError(f"{path} was written by {description['algorithm']}, not by {type(optimizer).__name__}")
+    if len(description["groups"]) != len(optimizer.param_groups):
+        groups = len(description["groups"])
+        raise CheckpointError(f"{path} has {groups} parameter groups, this optimizer has {len(optimizer.param_groups)}")
+    return description
+
+
+def _restore_types(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no tuples and no tensors: give each setting the type that it has in the live optimizer."""
+    restored = {}
+    for key, value in saved.items():
+        live = group.get(key)
+        if isinstance(live, tuple):
+            value = tuple(value)
+        elif isinstance(live, Tensor):
+            value = torch.full_like(live, value)
+        restored[key] = value
+    return restored
+
+
+# --- Files and processes -----------------------------------------------------------------------------------------------
+
+
+def _publish(aside: Path, target: Path) -> None:
+    """Make a written checkpoint the finished one: every byte is on disk before the name changes."""
+    for file in aside.iterdir():
+        _sync(file)
+    _sync(aside)
+    if target.exists():  # the same step was saved before, by a run that was resumed from an older one
+        old = target.with_name(f".old-{target.name}")
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+        aside.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        aside.rename(target)
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _everyone() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch's checkpointing warns of what is meant here, such as saving without a process group."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,89 @@
+"""What to train: models, data and losses, under one short name each.
+
+A task is everything of an experiment that has nothing to do with the network. Here stand only the names, so that the
+command line can list them without loading torch; the tasks themselves are loaded when `make_task` is called.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from thinwire.errors import ConfigError, check_positive_int
+
+if TYPE_CHECKING:
+    from thinwire.tasks.task import Task
+
+__all__ = ["TASKS", "make_task"]
+
+TASKS: dict[str, str] = {
+    "gpt-nano": "GPT of 0.8M parameters on bytes of text; needs no download",
+    "gpt-small": "GPT of 3M parameters on bytes of text; needs no download",
+    "gpt-medium": "GPT of 11M parameters on bytes of text; needs no download",
+    "gpt-124m": "GPT in the shape of GPT-2 small on bytes of text; wants a GPU",
+    "cnn-digits": "CNN of 26k parameters on 8x8 digits; needs scikit-learn",
+    "resnet-digits": "narrow ResNet-18 with BatchNorm on 8x8 digits; needs scikit-learn",
+    "cnn-mnist": "CNN on MNIST; needs data=FOLDER",
+    "cnn-fashion": "CNN on Fashion-MNIST; needs data=FOLDER or the Debian package",
+    "cnn-cifar": "CNN on CIFAR-10; needs data=FOLDER and Pillow",
+    "resnet-cifar": "narrow ResNet-18 with BatchNorm on CIFAR-10; needs data=FOLDER and Pillow",
+    "quadratic": "noisy quadratic bowl of 193 parameters, for exact checks in milliseconds",
+}
+
+
+def make_task(
+    name: str,
+    *,
+    seed: int = 0,
+    workers: int = 1,
+    batch: int | None = None,
+    data: str | Path | None = None,
+    non_iid: float | None = None,
+) -> Task:
+    """Build the task called `name`.
+
+    Args:
+        name: one of `TASKS`.
+        seed: initial weights, batches and the non-IID split depend on it; the validation set does not.
+        workers: how many workers share the data.
+        batch: sequences, images or samples in one batch of one worker; None takes the task's own.
+        data: a text file or folder of text (gpt-*), or the folder of an image set.
+        non_iid: None gives all workers the same data. Otherwise a number above 0, which means
+            gpt-*: the share of sequences that a worker takes from its own part of the files, at most 1;
+            images: the alpha of a Dirichlet split by label, smaller is more uneven;
+            quadratic: the distance from each worker's optimum to the common one.
+
+    Raises:
+        ConfigError: a setting is wrong, or data or an optional package is missing.
+    """
+    _check(name, seed=seed, workers=workers, batch=batch, non_iid=non_iid)
+    if data is not None and (name == "quadratic" or name.endswith("-digits")):
+        raise ConfigError(f"the task {name} brings its own data and reads no other, got data={str(data)!r}")
+    if name.startswith("gpt-"):
+        from thinwire.tasks.text import TextTask
+
+        return TextTask(name, seed=seed, workers=workers, batch=batch, data=data, non_iid=non_iid)
+    if name == "quadratic":
+        from thinwire.tasks.quadratic import QuadraticTask
+
+        return QuadraticTask(name, seed=seed, workers=workers, batch=batch, non_iid=non_iid)
+    from thinwire.tasks.images import ImageTask
+
+    return ImageTask(name, seed=seed, workers=workers, batch=batch, data=data, non_iid=non_iid)
+
+
+def _check(name: str, *, seed: int, workers: int, batch: int | None, non_iid: float | None) -> None:
+    """Refuse what no task can take; each task refuses the rest."""
+    if name not in TASKS:
+        close = difflib.get_close_matches(name, TASKS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"task must be one of {', '.join(TASKS)}, got {name!r}{hint}")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ConfigError(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}")
+    check_positive_int("workers", workers)
+    if batch is not None:
+        check_positive_int("batch", batch)
+    if non_iid is not None and not (math.isfinite(non_iid) and non_iid > 0):
+        raise ConfigError(f"non_iid must be None or a number above 0, got {non_iid!r}")

@@ -1,0 +1,54 @@
+"""torch's own DistributedDataParallel, metered: the baseline that nobody can call weak."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.errors import ConfigError
+from thinwire.links.metered import Exchange, Metered
+from thinwire.links.torch import TorchLink
+from thinwire.payload import all_finite
+
+log = logging.getLogger("thinwire")
+
+
+class MeteredDDP:
+    """A model under torch's DistributedDataParallel whose all-reduces are booked in a link's meter.
+
+    Args:
+        model: the model; its initial weights are broadcast from rank 0.
+        link: the metered link whose process group and meter are used.
+    """
+
+    def __init__(self, model: nn.Module, link: Metered):
+        """Wrap the model and register the counting hook."""
+        if not isinstance(link.link, TorchLink):
+            raise ConfigError(f"torch's DDP needs a torch link, got {type(link.link).__name__}")
+        self.link, self._group = link, link.link.group
+        self._launched = 0.0
+        self._nbytes = 0
+        self.module = DistributedDataParallel(model, process_group=self._group)
+        self.module.register_comm_hook(None, self._hook)  # type: ignore[arg-type]
+
+    def _hook(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """DDP's default all-reduce, plus the count; called when a bucket of gradients is ready."""
+        buffer = bucket.buffer()
+        if not all_finite([buffer]):
+            log.warning("rank %d: NaN or Inf in the gradient, before DDP averages it", self.link.rank)
+        self._nbytes += buffer.numel() * buffer.element_size()
+        work = dist.all_reduce(buffer.div_(self.link.size), group=self._group, async_op=True)
+        assert work is not None
+        self._launched = self.link.now()
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def backward_done(self) -> None:
+        """Book the step's bytes, and as waiting the time that backward spent after it had launched its last bucket."""
+        waited = self.link.now() - self._launched
+        sent, received = self.link.traffic("mean", [self._nbytes] * self.link.size)
+        self.link.meter.add(Exchange("round", "mean", self._nbytes, sent, received, waited))
+        self._nbytes = 0

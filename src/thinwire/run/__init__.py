@@ -1,0 +1,1 @@
+"""Runs: configuration, the training loop, launcher, checkpoints, metrics and the command line."""

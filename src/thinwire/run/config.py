@@ -1,0 +1,173 @@
+"""What a run is: the settings of `thinwire train` and `thinwire sim`, and the run.toml that records them. No torch here."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import platform
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+import thinwire
+from thinwire.errors import ConfigError, check_positive_int
+
+# Names of the command line that stand for an algorithm with some of its settings fixed.
+PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("data-parallel", {}),
+    "local-adam": ("local-sgd", {"average_inner": True}),
+}
+
+Inner = Literal["adamw", "adam", "sgd", "momentum"]
+Wire = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that decides the result of a run."""
+
+    algorithm: str = "diloco"
+    """Which method; `thinwire algorithms` lists them, `thinwire train --algorithm NAME --help` shows its settings."""
+    task: str = "gpt-nano"
+    """Which model and data; `thinwire tasks` lists them."""
+    workers: int | None = None
+    """How many workers; by default 2, or as many as the torchrun job has."""
+    shards: int = 1
+    """Processes that share one worker's model by FSDP2; the slow wire joins workers only."""
+    steps: int = 300
+    """Training steps of each worker."""
+    seed: int = 0
+    """Of weights, batches and non-IID splits."""
+    lr: float = 3e-3
+    """Peak learning rate of the inner optimizer."""
+    lr_warmup: int = 20
+    """Steps over which the learning rate rises to its peak."""
+    lr_final: float = 0.1
+    """Where the cosine decay of the learning rate ends, as a part of the peak; 1 keeps it constant."""
+    inner: Inner = "adamw"
+    """Inner optimizer: adamw, adam, sgd, or momentum (SGD with Nesterov momentum 0.9)."""
+    weight_decay: float = 0.01
+    """Of adamw."""
+    batch: int | None = None
+    """Sequences or images per worker and step; by default the task's own."""
+    data: str | None = None
+    """A text file or folder of text for gpt tasks; the folder of an image set."""
+    non_iid: float | None = None
+    """How far the workers' data differ; by default not at all. See `thinwire tasks`."""
+    wire: Wire = "fp32"
+    """Number format of dense messages."""
+    eval_every: int = 50
+    """Steps between evaluations of the shared model; 0 evaluates at the end only."""
+    settings: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
+    """The algorithm's own settings."""
+
+    def validate(self) -> None:
+        """Raise a `ConfigError` for what can be seen to be wrong without torch."""
+        for name in ("shards", "steps"):
+            check_positive_int(name, getattr(self, name))
+        for name in ("workers", "batch"):
+            if getattr(self, name) is not None:
+                check_positive_int(name, getattr(self, name))
+        if not 0 < self.lr < math.inf:
+            raise ConfigError(f"lr must be above zero, got {self.lr!r}")
+        if not 0 <= self.lr_final <= 1:
+            raise ConfigError(f"lr-final must be from 0 to 1, got {self.lr_final!r}")
+        for name in ("lr_warmup", "eval_every", "seed"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name.replace('_', '-')} must be at least 0, got {getattr(self, name)!r}")
+        if self.weight_decay < 0:
+            raise ConfigError(f"weight-decay must be at least 0, got {self.weight_decay!r}")
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of step `step` (from 1): linear warm-up, then a cosine to `lr_final`. A pure function of the step."""
+        if step <= self.lr_warmup:
+            return self.lr * step / self.lr_warmup
+        progress = min(1.0, (step - self.lr_warmup) / max(1, self.steps - self.lr_warmup))
+        return self.lr * (self.lr_final + (1 - self.lr_final) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def resolve_algorithm(name: str, known: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The algorithm behind a name of the command line, and the settings that the name fixes."""
+    if name in PRESETS:
+        return PRESETS[name]
+    if name in known:
+        return name, {}
+    names = sorted({*known, *PRESETS})
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    raise ConfigError(f"unknown algorithm {name!r}{hint}: choose from {', '.join(names)}")
+
+
+# --- run.toml ------------------------------------------------------------------------------------------------------------
+
+# These may differ between a run and its continuation: they do not change what was computed so far.
+MAY_CHANGE = {"steps", "workers", "eval_every"}
+
+
+def versions() -> dict[str, str]:
+    """What the result may depend on besides the settings."""
+    return {
+        "thinwire": thinwire.__version__,
+        "torch": metadata.version("torch"),
+        "numpy": metadata.version("numpy"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def write_run_toml(path: Path, config: RunConfig, **about: object) -> None:
+    """Record the resolved config, the versions and the time."""
+    tables = {
+        "run": {k: v for k, v in asdict(config).items() if k != "settings" and v is not None},
+        "settings": config.settings,
+        "versions": versions(),
+        "about": {"started": datetime.now().astimezone().isoformat(timespec="seconds"), **about},
+    }
+    lines = []
+    for table, values in tables.items():
+        lines += [f"[{table}]", *(f"{key} = {_toml(value)}" for key, value in values.items()), ""]
+    aside = path.with_name(f".{path.name}")
+    aside.write_text("\n".join(lines))
+    aside.rename(path)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    return json.dumps(str(value))  # a JSON string is a TOML string
+
+
+def read_run_toml(path: Path) -> RunConfig:
+    """The config of an earlier run."""
+    try:
+        tables = tomllib.loads(path.read_text())
+        known = {f.name for f in fields(RunConfig)}
+        return replace(RunConfig(**{k: v for k, v in tables["run"].items() if k in known}), settings=tables["settings"])
+    except (OSError, KeyError, TypeError, tomllib.TOMLDecodeError) as cause:
+        raise ConfigError(f"{path} is not a run.toml of thinwire: {cause}") from cause
+
+
+def check_same_run(path: Path, old: RunConfig, new: RunConfig) -> None:
+    """Raise a `ConfigError` that names what differs where a folder holds a run of another config."""
+    for key, was in asdict(old).items():
+        now = asdict(new)[key]
+        if key == "settings":
+            was_set, now_set = {**was}, {**now}
+            for name in sorted(was_set.keys() | now_set.keys()):
+                if was_set.get(name) != now_set.get(name):
+                    _refuse(path, name, was_set.get(name), now_set.get(name))
+        elif key not in MAY_CHANGE and was != now:
+            _refuse(path, key, was, now)
+
+
+def _refuse(path: Path, name: str, was: object, now: object) -> None:
+    raise ConfigError(f"{path} holds a run of another config: {name} was {was!r}, now it is {now!r}; choose another --out")

@@ -1,0 +1,110 @@
+"""What a person sees of a run: a live line on a terminal, a plain line now and then where there is none, and metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
+
+from thinwire.network import show_bytes
+from thinwire.run import train
+
+
+class Display:
+    """Live progress of a run, to be used as a context manager and called after every step.
+
+    Args:
+        title: what is running.
+        steps: how many steps there are in all.
+        unit: what is counted per second: "tokens", "images" or "samples".
+        console: where to draw; a console that is no terminal gets a plain line every `interval` seconds.
+        interval: seconds between two plain lines.
+    """
+
+    def __init__(self, title: str, steps: int, unit: str, *, console: Console | None = None, interval: float = 5.0):
+        """Nothing is drawn yet."""
+        self.console = console or Console()
+        self.title, self.steps, self.unit, self.interval = title, steps, unit, interval
+        columns: list[ProgressColumn] = [
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+        ]
+        self._live = Progress(*columns, console=self.console) if self.console.is_terminal else None
+        self._task: TaskID | None = None
+        self._last_line = time.monotonic()
+        self._validation = ""
+        self._start: train.Progress | None = None
+
+    def __enter__(self) -> Display:
+        """Start drawing."""
+        if self._live is not None:
+            self._live.start()
+            self._task = self._live.add_task(self.title, total=self.steps, figures="")
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        """Leave the last state on the screen."""
+        if self._live is not None:
+            self._live.stop()
+
+    def __call__(self, progress: train.Progress) -> None:
+        """Show where the run stands."""
+        self._start = self._start or progress
+        if progress.validation:
+            self._validation = f" val {progress.validation['loss']:.4f}"
+        if self._live is not None and self._task is not None:
+            self._live.update(self._task, completed=progress.step, figures=self.figures(progress))
+        elif progress.validation or time.monotonic() - self._last_line >= self.interval:
+            self._last_line = time.monotonic()
+            print(f"{self.title}  step {progress.step}/{self.steps}  {self.figures(progress)}", file=self.console.file, flush=True)
+
+    def figures(self, progress: train.Progress) -> str:
+        """Loss, speed, bytes and the share of time spent on the wire, on one line."""
+        start = self._start or progress
+        seconds, items = progress.seconds - start.seconds, progress.items - start.items
+        speed = items / seconds if seconds > 0 else math.nan
+        waiting = 100 * progress.waiting / progress.seconds if progress.seconds > 0 else 0.0
+        rate = f" {speed:,.0f} {self.unit}/s" if items else ""
+        return f"loss {progress.loss:.4f}{self._validation}{rate} sent {show_bytes(progress.sent)} waiting {waiting:.0f}%"
+
+
+class MetricsFile:
+    """Appends one JSON line per step to metrics.jsonl; on resume drops the lines after the step it resumes from.
+
+    Args:
+        path: the file.
+        after: keep lines up to this step.
+    """
+
+    def __init__(self, path: Path, *, after: int = 0):
+        """Open for appending."""
+        if path.exists():
+            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= after]
+            aside = path.with_name(f".{path.name}")
+            aside.write_text("".join(f"{line}\n" for line in kept))
+            aside.rename(path)
+        self._file: IO[str] = path.open("a", buffering=1)
+
+    def __call__(self, progress: train.Progress) -> None:
+        """Write one line; it is on its way to disk when this returns."""
+        self._file.write(json.dumps(progress.record()) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError):  # a line cut short by a kill
+        return math.inf

@@ -1,0 +1,63 @@
+"""`thinwire sim`: the same training loop on simulated workers, with the time that a network of given speed would take."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from thinwire.links import SimLink
+from thinwire.network import Network
+from thinwire.run.config import RunConfig
+from thinwire.run.display import Display, MetricsFile
+from thinwire.run.train import Progress, Trainer, task_of
+from thinwire.sim import World
+
+
+def simulate(config: RunConfig, folder: Path, *, network: Network, step_time: float | None, console: Console) -> dict[str, Any]:
+    """Run all workers in this process and return the summary, which is also written into `folder`.
+
+    Args:
+        config: what to run.
+        folder: gets metrics.jsonl and summary.json.
+        network: bandwidth and latency.
+        step_time: seconds of one local step; None measures what each takes on this machine.
+        console: where progress is shown.
+    """
+    workers = config.workers or 2
+    world = World(workers, network=network, step_time=step_time, seed=config.seed)
+    task = task_of(config, workers)  # one copy of the data for all
+    metrics = MetricsFile(folder / "metrics.jsonl")
+    title = f"sim {config.algorithm} {config.task} x{workers}"
+    with Display(title, config.steps, task.unit, console=console) as display, contextlib.closing(metrics):
+
+        def worker(link: SimLink) -> tuple[Progress, int, int]:
+            trainer = Trainer(config, link, task=task)
+
+            def watch(progress: Progress) -> None:
+                if link.rank == 0:
+                    metrics(progress)
+                    display(progress)
+
+            progress = trainer.run(watch)
+            parameters = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+            return progress, parameters, trainer.optimizer.aborted_rounds
+
+        results = world.run(worker)
+    progress, parameters, aborted = results[0]
+    summary = {
+        "algorithm": config.algorithm,
+        "task": config.task,
+        "workers": workers,
+        "parameters": parameters,
+        "unit": task.unit,
+        **progress.record(),
+        "simulated_seconds": max(p.seconds for p, *_ in results),
+        "aborted_rounds": aborted,
+        "simulated": True,
+    }
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    return summary

@@ -1,0 +1,210 @@
+"""The training loop of one worker: the same function under torchrun, on processes we start, and in the simulator."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from thinwire.algorithm import Algorithm, Wrapper
+from thinwire.algorithms import found
+from thinwire.codecs import Dense
+from thinwire.errors import ConfigError
+from thinwire.links import Link, Metered, SoloLink, TorchLink
+from thinwire.links.ddp import MeteredDDP
+from thinwire.payload import Payload
+from thinwire.run import checkpoint
+from thinwire.run.config import RunConfig, resolve_algorithm
+from thinwire.tasks import make_task
+from thinwire.tasks.task import Task
+
+INNER: dict[str, Callable[[Any, RunConfig], Optimizer]] = {
+    "adamw": lambda p, c: torch.optim.AdamW(p, lr=c.lr, weight_decay=c.weight_decay),
+    "adam": lambda p, c: torch.optim.Adam(p, lr=c.lr),
+    "sgd": lambda p, c: torch.optim.SGD(p, lr=c.lr),
+    "momentum": lambda p, c: torch.optim.SGD(p, lr=c.lr, momentum=0.9, nesterov=True),
+}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a worker stands after a step.
+
+    Attributes:
+        step: steps taken.
+        loss: this worker's training loss at that step.
+        seconds: training time so far on the link's clock, without evaluations and checkpoints.
+        items: tokens, images or samples that all workers together have seen.
+        sent: bytes that this worker has sent.
+        received: bytes that it has received.
+        rounds: exchanges so far.
+        waiting: seconds of `seconds` that it spent waiting on the wire.
+        validation: figures of the shared model, where it was evaluated after this step.
+    """
+
+    step: int
+    loss: float
+    seconds: float
+    items: int
+    sent: int
+    received: int
+    rounds: int
+    waiting: float
+    validation: dict[str, float] | None = None
+
+    def record(self) -> dict[str, Any]:
+        """A flat line for metrics.jsonl."""
+        line = {k: v for k, v in asdict(self).items() if k != "validation"}
+        return line | {f"val_{k}": v for k, v in (self.validation or {}).items()}
+
+
+class Watcher(Protocol):
+    """Somebody who wants to know how a run goes on: the progress display, the metrics file."""
+
+    def __call__(self, progress: Progress, /) -> None:
+        """Called after every step."""
+
+
+class Trainer:
+    """One worker's model, optimizer and data, and the loop over them.
+
+    Args:
+        config: what to run.
+        link: this worker's end of the wire.
+        task: model and data; made from the config where it is not given.
+        shard: shards the model in place over the fast axis of a mesh, where there is one.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        link: Link,
+        *,
+        task: Task | None = None,
+        shard: Callable[[nn.Module], nn.Module] | None = None,
+    ):
+        """Build everything; the wire is not used yet."""
+        self.config, self.link = config, Metered(link)
+        self.task = task or task_of(config, link.size)
+        self.model = self.task.model()
+        if shard is not None:
+            self.model = shard(self.model)
+        # torch's own DDP where it can be had, so that nobody can say that the baseline was weak.
+        self.ddp = None
+        if config.algorithm == "ddp" and isinstance(link, TorchLink) and config.shards == 1:
+            self.ddp = MeteredDDP(self.model, self.link)
+        self.optimizer = optimizer_of(config, self.model, SoloLink() if self.ddp else self.link)
+        self.step, self.seconds, self._before = 0, 0.0, 0.0
+
+    def run(self, watch: Watcher, *, checkpoints: Path | None = None, checkpoint_every: int = 0) -> Progress:
+        """Train to the end; resumes from the newest checkpoint if `resume` was called before.
+
+        Args:
+            watch: called after every step.
+            checkpoints: folder to save into; None saves nothing.
+            checkpoint_every: steps between two checkpoints; 0 saves none.
+        """
+        config = self.config
+        progress = self._progress(float("nan"))
+        self._start_clock()
+        for step in range(self.step + 1, config.steps + 1):
+            loss = self._one_step(step)
+            last = step == config.steps
+            if last:
+                self.optimizer.finish()
+            evaluate = last or (config.eval_every and step % config.eval_every == 0)
+            save = checkpoints is not None and checkpoint_every and (last or step % checkpoint_every == 0)
+            if evaluate or save:
+                self._stop_clock()
+            progress = self._progress(float(loss), self.evaluate() if evaluate else None)
+            watch(progress)
+            if save:
+                assert checkpoints is not None
+                self.save(checkpoints)
+            if evaluate or save:
+                self._start_clock()
+        return progress
+
+    def _one_step(self, step: int) -> torch.Tensor:
+        self.step = step
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.lr_at(step)
+        batch = self.task.batch(self.link.rank, step)
+        loss = self.task.loss(self.ddp.module if self.ddp else self.model, batch)
+        loss.backward()
+        if self.ddp:
+            self.ddp.backward_done()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def evaluate(self) -> dict[str, float]:
+        """Figures of the shared model, computed by worker 0 and told to all; not metered."""
+        figures: dict[str, float] = {}
+        if self.link.rank == 0:
+            with self.optimizer.shared_model():
+                figures = self.task.evaluate(self.model)
+        return tell_all(self.link.link, figures)
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint; called by all workers after the same step."""
+        extra = {**self.link.meter.state_dict(), "seconds": self.seconds}
+        checkpoint.save(folder, self.model, self.optimizer, self.link, extra=extra)
+
+    def resume(self, folder: Path) -> list[str]:
+        """Go on from the newest checkpoint in `folder`, if there is one; says what was taken over."""
+        saved = checkpoint.finished(folder)
+        if not saved:
+            return ["no checkpoint yet: starting from step 0"]
+        resumed = checkpoint.load(saved[-1], self.model, self.optimizer, self.link)
+        if resumed.step >= self.config.steps:
+            raise ConfigError(f"{folder.parent} is finished: it has all {resumed.step} steps; give a larger --steps to go on")
+        self.step = resumed.step
+        if resumed.extra:
+            self.seconds = resumed.extra.pop("seconds")
+            self.link.meter.load_state_dict(resumed.extra)
+        return [f"resumed from step {resumed.step}", *resumed.notes]
+
+    def _progress(self, loss: float, validation: dict[str, float] | None = None) -> Progress:
+        totals = self.link.meter.totals
+        seconds = self.seconds + (self.link.now() - self._before if self._before >= 0 else 0.0)
+        items = self.step * self.task.batch_items * self.link.size
+        return Progress(self.step, loss, seconds, items, totals.sent, totals.received, totals.rounds, totals.waiting, validation)
+
+    def _start_clock(self) -> None:
+        self._before = self.link.now()
+
+    def _stop_clock(self) -> None:
+        self.seconds += self.link.now() - self._before
+        self._before = -1.0
+
+
+def task_of(config: RunConfig, workers: int) -> Task:
+    """The config's task for this number of workers."""
+    return make_task(
+        config.task, seed=config.seed, workers=workers, batch=config.batch, data=config.data, non_iid=config.non_iid
+    )
+
+
+def optimizer_of(config: RunConfig, model: nn.Module, link: Link) -> Algorithm:
+    """The config's algorithm around its inner optimizer."""
+    algorithms = found()
+    name, fixed = resolve_algorithm(config.algorithm, algorithms)
+    cls, settings = algorithms[name], {**fixed, **config.settings}
+    make: Any = cls
+    if issubclass(cls, Wrapper):
+        return make(INNER[config.inner](model.parameters(), config), link, codec=Dense(config.wire), **settings)
+    return make(model.parameters(), link, lr=config.lr, **settings)
+
+
+def tell_all(link: Link, figures: dict[str, float]) -> dict[str, float]:
+    """Worker 0's figures on every worker."""
+    message = Payload.of_bytes(json.dumps(figures).encode(), purpose="evaluation")
+    return json.loads(link.all_gather(message)[0].to_bytes())
+

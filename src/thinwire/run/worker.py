@@ -1,0 +1,142 @@
+"""One worker process of `thinwire train`: joins the job it is in, trains, and writes the run folder if it is the first.
+
+`python -m thinwire.run.worker RUN_FOLDER` is what the launcher starts; under torchrun the command line calls `work` itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.logging import RichHandler
+
+from thinwire.errors import ConfigError, ThinwireError
+from thinwire.links import Link, SoloLink, TorchLink, connect, disconnect
+from thinwire.links.mesh import make_mesh, shard_model
+from thinwire.run.config import RunConfig, read_run_toml
+from thinwire.run.display import Display, MetricsFile
+from thinwire.run.train import Progress, Trainer
+
+EXIT_FAILED = 3  # this worker met an error it could name; anything else is a crash
+
+
+def work(config: RunConfig, folder: Path, link: Link, *, resume: bool, checkpoint_every: int) -> Progress:
+    """Train as one worker of the job; the first process keeps metrics and shows progress.
+
+    Args:
+        config: what to run.
+        folder: the run folder, shared by all workers.
+        link: this worker's end of the wire, over the whole job where nothing is sharded.
+        resume: go on from the newest checkpoint.
+        checkpoint_every: steps between checkpoints; 0 saves none.
+    """
+    shard = None
+    if config.shards > 1:
+        mesh = make_mesh(workers=_count(link) // config.shards, shards=config.shards)
+        shard = partial(shard_model, mesh=mesh)
+        first = link.rank == 0
+        link = TorchLink(mesh["replicate"], timeout=link.timeout) if isinstance(link, TorchLink) else link
+    else:
+        first = link.rank == 0
+    trainer = Trainer(config, link, shard=shard)
+    notes = trainer.resume(folder / "checkpoints") if resume else []
+    title = f"{config.algorithm} {config.task} x{link.size}"
+    with _watching(title, config, folder, trainer, notes) if first else contextlib.nullcontext(_nobody) as watch:
+        progress = trainer.run(watch, checkpoints=folder / "checkpoints", checkpoint_every=checkpoint_every)
+    if first:
+        _write_summary(folder / "summary.json", config, trainer, progress)
+    return progress
+
+
+def _count(link: Link) -> int:
+    return link.size
+
+
+def _nobody(_: Progress) -> None:
+    """Other workers than the first keep quiet."""
+
+
+@contextlib.contextmanager
+def _watching(title: str, config: RunConfig, folder: Path, trainer: Trainer, notes: list[str]) -> Iterator:
+    console = Console()
+    for note in notes:
+        console.print(f"[dim]{note}", highlight=False)
+    logging.getLogger("thinwire").addHandler(RichHandler(console=console, show_path=False, show_time=False))
+    metrics = MetricsFile(folder / "metrics.jsonl", after=trainer.step)
+    with Display(title, config.steps, trainer.task.unit, console=console) as display:
+        yield lambda progress: (metrics(progress), display(progress))
+    metrics.close()
+
+
+def _write_summary(path: Path, config: RunConfig, trainer: Trainer, progress: Progress) -> None:
+    """The figures of the finished run in one file."""
+    trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    summary = {
+        "algorithm": config.algorithm,
+        "task": config.task,
+        "workers": trainer.link.size,
+        "parameters": trainable,
+        "unit": trainer.task.unit,
+        **progress.record(),
+        "aborted_rounds": trainer.optimizer.aborted_rounds,
+        "evaluated": "the model that all workers agreed on in the last round",
+    }
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(json.dumps(summary, indent=1) + "\n")
+    aside.rename(path)
+
+
+def main() -> None:
+    """Entry point of a worker process started by the launcher."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which ends its workers
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(int(os.environ.get("THINWIRE_THREADS", "1")))
+    rank = os.environ.get("RANK", "0")
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[logging.NullHandler()])
+    if rank != "0":
+        handler = logging.StreamHandler()
+        handler.addFilter(_only_about_me(int(rank)))
+        logging.getLogger("thinwire").addHandler(handler)
+    try:
+        config = read_run_toml(folder / "run.toml")
+        link = connect(timeout=float(os.environ["THINWIRE_TIMEOUT"]))
+        work(
+            config,
+            folder,
+            link,
+            resume=os.environ.get("THINWIRE_RESUME") == "1",
+            checkpoint_every=int(os.environ["THINWIRE_CHECKPOINT_EVERY"]),
+        )
+        if not isinstance(link, SoloLink):
+            disconnect()
+    except ConfigError as error:
+        sys.exit(_say(f"thinwire: error: {error}", 2) if rank == "0" else 2)
+    except ThinwireError as error:
+        # Leave at once: destroying a broken process group could wait for the lost rank.
+        _say(f"thinwire: rank {rank} stops: {error}", EXIT_FAILED)
+        os._exit(EXIT_FAILED)
+
+
+def _say(text: str, code: int) -> int:
+    print(text, file=sys.stderr, flush=True)
+    return code
+
+
+def _only_about_me(rank: int) -> logging.Filter:
+    """Messages about the whole job are shown by rank 0; a worker adds only what it says of itself."""
+    mine = logging.Filter()
+    mine.filter = lambda record: record.getMessage().startswith(f"rank {rank}")  # type: ignore[method-assign]
+    return mine
+
+
+if __name__ == "__main__":
+    main()

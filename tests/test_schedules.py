@@ -1,0 +1,175 @@
+"""When something is due, as sets of steps: periods, shifts, fragments that take turns, and what is no period at all."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinwire.errors import ConfigError
+from thinwire.schedules import Every, Schedule, Staggered, Union, Warmup, as_schedule
+
+calm = settings(deadline=None, database=None, derandomize=True)
+periods = st.integers(1, 40)
+BAD = [0, -1, True, False, 2.0, 1.5, "4", None]
+
+
+def due_steps(schedule: Schedule, steps: int) -> dict[int, tuple[int, ...]]:
+    """The steps of a run at which something is due, and what."""
+    return {s: schedule.due(s) for s in range(1, steps + 1) if schedule.due(s)}
+
+
+# --- Every ---------------------------------------------------------------------------------------------------------------
+
+
+@given(H=periods)
+@calm
+def test_every_is_due_at_multiples_of_its_period(H: int) -> None:
+    assert due_steps(Every(H), 3 * H) == {H: (0,), 2 * H: (0,), 3 * H: (0,)}
+    assert Every(H).fragments == 1
+
+
+@given(H=periods, offset=st.integers(-100, 100), step=st.integers(1, 200))
+@calm
+def test_an_offset_shifts_the_beat_and_keeps_the_period(H: int, offset: int, step: int) -> None:
+    shifted = Every(H, offset=offset)
+    assert shifted.due(step) == Every(H).due(step - offset)
+    assert shifted.due(step) == Every(H, offset=offset + H).due(step), "a whole period is no shift"
+    assert sum(len(shifted.due(s)) for s in range(step, step + H)) == 1
+
+
+def test_offsets_of_one_period_share_the_steps_among_them() -> None:
+    for step in range(1, 20):
+        assert sum(len(Every(5, offset=k).due(step)) for k in range(5)) == 1
+
+
+# --- Staggered -------------------------------------------------------------------------------------------------------------
+
+period_and_fragments = periods.flatmap(lambda H: st.tuples(st.just(H), st.integers(1, H)))
+
+
+@given(both=period_and_fragments, start=st.integers(1, 100))
+@calm
+def test_each_fragment_is_due_once_in_any_window_of_one_period(both: tuple[int, int], start: int) -> None:
+    H, fragments = both
+    seen = [p for s in range(start, start + H) for p in Staggered(H, fragments=fragments).due(s)]
+    assert sorted(seen) == list(range(fragments))
+
+
+@given(both=period_and_fragments, start=st.integers(1, 100))
+@calm
+def test_never_two_fragments_at_once_and_evenly_spread(both: tuple[int, int], start: int) -> None:
+    H, fragments = both
+    schedule = Staggered(H, fragments=fragments)
+    window = range(start, start + 2 * H)
+    assert all(len(schedule.due(s)) <= 1 for s in window)
+    turns = [s for s in window if schedule.due(s)]
+    gaps = {b - a for a, b in zip(turns, turns[1:], strict=False)}
+    assert gaps <= {H // fragments, -(-H // fragments)}
+
+
+@given(H=periods, step=st.integers(1, 200))
+@calm
+def test_one_fragment_is_the_whole_model(H: int, step: int) -> None:
+    assert Staggered(H, fragments=1).due(step) == Every(H).due(step)
+
+
+@given(H=periods, step=st.integers(1, 200))
+@calm
+def test_as_many_fragments_as_steps_leave_no_step_out(H: int, step: int) -> None:
+    assert len(Staggered(H, fragments=H).due(step)) == 1
+
+
+def test_the_turns_of_four_fragments() -> None:
+    assert due_steps(Staggered(8, fragments=4), 8) == {2: (3,), 4: (2,), 6: (1,), 8: (0,)}
+    assert Staggered(8, fragments=4).fragments == 4
+
+
+def test_more_fragments_than_steps_are_refused() -> None:
+    with pytest.raises(ConfigError, match="fragments must be at most H=3.* got 4"):
+        Staggered(3, fragments=4)
+
+
+# --- Warmup and Union ------------------------------------------------------------------------------------------------------
+
+
+@given(steps=st.integers(0, 30), H=periods, step=st.integers(1, 100))
+@calm
+def test_a_warm_up_is_every_step_and_then_the_other(steps: int, H: int, step: int) -> None:
+    expected = Every(1) if step <= steps else Every(H)
+    assert Warmup(steps, then=Every(H)).due(step) == expected.due(step)
+
+
+def test_a_warm_up_sends_all_fragments() -> None:
+    schedule = Warmup(2, then=Staggered(4, fragments=2))
+    assert schedule.fragments == 2
+    assert due_steps(schedule, 8) == {1: (0, 1), 2: (0, 1), 4: (0,), 6: (1,), 8: (0,)}
+
+
+@given(both=period_and_fragments, step=st.integers(1, 100))
+@calm
+def test_no_warm_up_and_a_union_of_one_change_nothing(both: tuple[int, int], step: int) -> None:
+    schedule = Staggered(both[0], fragments=both[1])
+    assert Warmup(0, then=schedule).due(step) == schedule.due(step)
+    assert Union((schedule,)).due(step) == schedule.due(step)
+    assert Union((schedule, schedule)).due(step) == schedule.due(step), "due twice is sent once"
+
+
+@given(a=periods, b=periods, step=st.integers(1, 200))
+@calm
+def test_a_union_is_due_when_any_is(a: int, b: int, step: int) -> None:
+    assert bool(Union((Every(a), Every(b))).due(step)) == (step % a == 0 or step % b == 0)
+
+
+def test_a_union_names_each_fragment_once_and_in_order() -> None:
+    every_step = Staggered(2, fragments=2)  # step 1: (1,), step 2: (0,)
+    slower = Staggered(4, fragments=2)  # step 2: (1,), step 4: (0,)
+    union = Union((every_step, slower))
+    assert union.fragments == 2
+    assert due_steps(union, 4) == {1: (1,), 2: (0, 1), 3: (1,), 4: (0,)}
+
+
+@pytest.mark.parametrize(
+    ("schedules", "shown"),
+    [((), "none"), ((Every(2), Staggered(4, fragments=2)), r"\[1, 2\]")],
+)
+def test_a_union_of_nothing_or_of_different_fragments_is_refused(schedules: tuple, shown: str) -> None:
+    with pytest.raises(ConfigError, match=f"one number of fragments, got {shown}"):
+        Union(schedules)
+
+
+# --- Bad settings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize(
+    "make",
+    [Every, as_schedule, lambda H: Staggered(H, fragments=1), lambda p: Staggered(4, fragments=p)],
+    ids=["Every", "as_schedule", "Staggered H", "Staggered fragments"],
+)
+def test_what_is_no_period_is_refused_with_its_value(make, bad: object) -> None:
+    with pytest.raises(ConfigError, match="whole number of at least 1") as caught:
+        make(bad)
+    assert str(caught.value).endswith(f"got {bad!r}")
+
+
+@pytest.mark.parametrize("bad", [-1, True, 2.0, "4", None])
+def test_what_is_no_number_of_warm_up_steps_is_refused_with_its_value(bad: object) -> None:
+    with pytest.raises(ConfigError, match="whole number of at least 0") as caught:
+        Warmup(bad, then=Every(2))  # type: ignore[arg-type]
+    assert str(caught.value).endswith(f"got {bad!r}")
+
+
+def test_a_number_is_a_schedule_and_a_schedule_stays_itself() -> None:
+    assert as_schedule(7) == Every(7)
+    schedule = Warmup(3, then=Every(2))
+    assert as_schedule(schedule) is schedule
+
+
+@pytest.mark.parametrize("schedule", [Every(3), Staggered(4, fragments=2), Warmup(1, then=Every(2)), Union((Every(2),))])
+def test_schedules_have_no_state_to_change(schedule: Schedule) -> None:
+    assert isinstance(schedule, Schedule)
+    assert hash(schedule) == hash(type(schedule)(**vars(schedule)))
+    assert [schedule.due(s) for s in (5, 1, 5)] == [schedule.due(5), schedule.due(1), schedule.due(5)]
+    with pytest.raises(AttributeError):
+        schedule.H = 9  # type: ignore[misc]

@@ -43,7 +43,7 @@ def join_job(rank: int, size: int, port: int, timeout: float = LIMIT) -> None:
 
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     join_job(rank, size, port)
-    groups = {n: dist.new_group(list(range(n))) for n in range(2, size)}
+    groups = {n: dist.new_group(list(range(n))) for n in range(1, size)}
     groups[size] = dist.group.WORLD
     while True:
         try:
@@ -53,8 +53,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
         from thinwire.links import TorchLink
 
         try:
-            link = TorchLink(groups[n], timeout=LIMIT) if n > 1 else TorchLink(dist.new_group([rank]), timeout=LIMIT)
-            pipe.send((True, function(link, *args)))
+            pipe.send((True, function(TorchLink(groups[n], timeout=LIMIT), *args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
 

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypedDict, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.codecs import Codec, Dense
 from thinwire.errors import CheckpointError, ConfigError, Diverged, NonFiniteRound, RoundAborted, check_choice
 from thinwire.exchange import average, compare_replicas, handshake, hash_tensors
 from thinwire.links.base import Link
-from thinwire.links.shards import Shards, local
+from thinwire.links.shards import Shards, local, reshard
 from thinwire.payload import all_finite
 from thinwire.schedules import Schedule, as_schedule
 
@@ -199,9 +199,30 @@ class Algorithm(Optimizer):
                 self._round()
 
     @contextlib.contextmanager
-    def shared_model(self) -> Iterator[None]:
-        """Within it the parameters are the ones all workers agreed on last: what should be evaluated and shipped."""
-        yield
+    def shared_model(self, model: nn.Module | None = None) -> Iterator[None]:
+        """Within it the parameters are the ones all workers agreed on last: what should be evaluated and shipped.
+
+        Args:
+            model: give it where it is sharded by FSDP2, which otherwise could go on with a gathered copy of its parameters.
+        """
+        with self._swapped_in(self._agreed(), model):
+            yield
+
+    def _agreed(self) -> list[Tensor] | None:
+        """The parameters all workers agreed on last, where they are not the parameters themselves."""
+        return None
+
+    @contextlib.contextmanager
+    def _swapped_in(self, other: list[Tensor] | None, model: nn.Module | None) -> Iterator[None]:
+        if other is None:
+            yield
+            return
+        mine = [x.clone() for x in self.params()]
+        _overwrite(self.params(), other, model)
+        try:
+            yield
+        finally:
+            _overwrite(self.params(), mine, model)
 
     def _round(self) -> None:
         if not self._greeted:
@@ -426,28 +447,13 @@ class Wrapper(Algorithm):
     def restore(self) -> None:
         """Back to the last agreed parameters, with whatever is not finite in the inner optimizer's state set to zero."""
         if "anchor" in self._slots:
-            for x, anchor in zip(self.params(), self.slot("anchor"), strict=True):
-                x.copy_(anchor)
+            _overwrite(self.params(), self.slot("anchor"))
             for tensors in self.inner_state().values():
                 for t in tensors:
                     t.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
-    @contextlib.contextmanager
-    def shared_model(self) -> Iterator[None]:
-        """Within it the parameters are the ones all workers agreed on last (the slot "anchor", where there is one)."""
-        if "anchor" not in self._slots:
-            yield
-            return
-        with torch.no_grad():
-            mine = [x.clone() for x in self.params()]
-            for x, anchor in zip(self.params(), self.slot("anchor"), strict=True):
-                x.copy_(anchor)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for x, saved in zip(self.params(), mine, strict=True):
-                    x.copy_(saved)
+    def _agreed(self) -> list[Tensor] | None:
+        return self.slot("anchor") if "anchor" in self._slots else None
 
     def inner_state(self) -> dict[str, list[Tensor]]:
         """The inner optimizer's tensors that have their parameter's shape, by key (exp_avg, momentum_buffer, ...)."""
@@ -492,6 +498,14 @@ class Wrapper(Algorithm):
         self.inner.load_state_dict({"state": inner, "param_groups": groups})
         self.param_groups = self.inner.param_groups  # loading has replaced the list
         self._load_slots(state)
+
+
+def _overwrite(params: list[Tensor], values: list[Tensor], model: nn.Module | None = None) -> None:
+    with torch.no_grad():
+        for x, value in zip(params, values, strict=True):
+            x.copy_(value)
+    if model is not None:
+        reshard(model)
 
 
 def _placeholders(inner: Optimizer, p: Tensor) -> dict[str, Any]:

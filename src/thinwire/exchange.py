@@ -178,7 +178,7 @@ def handshake(link: Link, fingerprint: Mapping[str, object]) -> None:
     Raises:
         FingerprintMismatch: on every worker, naming what differs, where, and both values.
     """
-    text = json.dumps({"wire version": WIRE_VERSION, **fingerprint}, sort_keys=True, default=str)
+    text = json.dumps({"wire version": WIRE_VERSION, **fingerprint}, default=str)
     digest = hashlib.sha256(text.encode()).digest()
     digests = link.all_gather(Payload.of_bytes(digest, purpose="handshake", fixed=True))
     if len({d.to_bytes() for d in digests}) == 1:
@@ -195,7 +195,7 @@ def handshake(link: Link, fingerprint: Mapping[str, object]) -> None:
 def _differences(first: object, other: object, rank: int, name: str = "") -> list[str]:
     """What differs, as sentences, one per leaf."""
     if isinstance(first, dict) and isinstance(other, dict):
-        keys = sorted(first.keys() | other.keys())
+        keys = [*first, *(k for k in other if k not in first)]  # in the order of telling: the method before its details
         return [d for k in keys for d in _differences(first.get(k), other.get(k), rank, f"{name}.{k}" if name else k)]
     if isinstance(first, list) and isinstance(other, list) and len(first) == len(other):
         pairs = enumerate(zip(first, other, strict=True))

@@ -36,9 +36,12 @@ from thinwire import Dense, Flaky, Metered, SoloLink, World
 from thinwire.algorithm import Algorithm, Wrapper
 from thinwire.network import ring_traffic
 
-pytestmark = pytest.mark.parametrize("name", NAMES)
+every = pytest.mark.parametrize("name", NAMES)
+wrappers = pytest.mark.parametrize("name", [n for n in NAMES if issubclass(ALGORITHMS[n], Wrapper)])
+drifting = pytest.mark.parametrize("name", [n for n in NAMES if "param" not in ALGORITHMS[n].replicated])
 
 
+@every
 def test_it_is_named_and_documented(name: str) -> None:
     cls = ALGORITHMS[name]
     assert name == name.lower()
@@ -48,11 +51,13 @@ def test_it_is_named_and_documented(name: str) -> None:
     assert cls.replicated | cls.synced, "something must be bit-equal on all workers after a round"
 
 
+@every
 def test_unknown_arguments_are_refused(name: str) -> None:
     with pytest.raises(TypeError, match="no_such_setting"):
         build(name, model_of().parameters(), SoloLink(), no_such_setting=1)
 
 
+@every
 def test_bad_policies_are_refused_with_what_is_allowed(name: str) -> None:
     with pytest.raises(ValueError, match="'keep', 'restore', got 'explode'"):
         build(name, model_of().parameters(), SoloLink(), on_abort="explode")
@@ -63,6 +68,7 @@ def test_bad_policies_are_refused_with_what_is_allowed(name: str) -> None:
 # --- Workers agree ---------------------------------------------------------------------------------------------------------
 
 
+@every
 def test_shared_state_is_bit_equal_after_every_round_and_replicated_state_always(name: str) -> None:
     def worker(link: thinwire.Link) -> list[tuple[bool, dict]]:
         model = model_of()
@@ -86,10 +92,9 @@ def test_shared_state_is_bit_equal_after_every_round_and_replicated_state_always
     assert rounds >= 2, "the test saw too few rounds"
 
 
+@wrappers
 def test_one_worker_equals_its_inner_optimizer(name: str) -> None:
     cls = ALGORITHMS[name]
-    if not issubclass(cls, Wrapper):
-        pytest.skip("has no inner optimizer: its own test file has its limits")
     neutral = {"outer_lr": 1.0, "outer_momentum": 0.0}  # the limit in which an outer step is plain averaging
     known = inspect.signature(cls.__init__).parameters
     alone, reference = model_of(), model_of()
@@ -106,6 +111,7 @@ def test_one_worker_equals_its_inner_optimizer(name: str) -> None:
 # --- Rounds that fail ---------------------------------------------------------------------------------------------------
 
 
+@every
 @pytest.mark.parametrize("at", ["commit", "exchange"])
 @pytest.mark.parametrize("on_abort", ["keep", "restore"])
 def test_an_aborted_round_touches_nothing_shared_and_training_goes_on(name: str, at: str, on_abort: str) -> None:
@@ -136,6 +142,7 @@ def test_an_aborted_round_touches_nothing_shared_and_training_goes_on(name: str,
         assert_same(final, results[0][5], "the next round brings all workers together")
 
 
+@every
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_nan_in_one_gradient_poisons_nobody(name: str, bad: float, caplog: pytest.LogCaptureFixture) -> None:
     """The bar: NaN at step 20 of 40 on one worker; all end finite and equal, and the log names the rank."""
@@ -160,10 +167,9 @@ def test_a_nan_in_one_gradient_poisons_nobody(name: str, bad: float, caplog: pyt
     assert not any("rank 0" in r.getMessage() or "rank 2" in r.getMessage() for r in caplog.records)
 
 
+@drifting
 def test_a_poisoned_worker_is_named_refused_and_healed(name: str) -> None:
     """A worker whose parameters are NaN already: nobody averages them in, and it comes back by itself."""
-    if "param" in ALGORITHMS[name].replicated:
-        pytest.skip("workers of this method never have parameters of their own")
 
     def worker(link: thinwire.Link) -> tuple:
         model = model_of()
@@ -186,6 +192,7 @@ def test_a_poisoned_worker_is_named_refused_and_healed(name: str) -> None:
         assert_same(params, results[0][1])
 
 
+@every
 def test_on_nonfinite_raise_stops_with_the_culprit_named(name: str) -> None:
     def worker(link: thinwire.Link) -> None:
         model = model_of()
@@ -204,6 +211,7 @@ def test_on_nonfinite_raise_stops_with_the_culprit_named(name: str) -> None:
 # --- Resuming ----------------------------------------------------------------------------------------------------------------
 
 
+@every
 @pytest.mark.parametrize("stop", [H, H + 1, 2 * H - 1], ids=["at a round", "mid-interval", "just before a round"])
 @pytest.mark.parametrize("inner", [adamw, sgd])
 def test_state_dict_resumes_bit_for_bit(name: str, stop: int, inner) -> None:
@@ -232,6 +240,7 @@ def test_state_dict_resumes_bit_for_bit(name: str, stop: int, inner) -> None:
         assert_same(a, b)
 
 
+@every
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
 @pytest.mark.parametrize("stop", [0, H + 1], ids=["before the first step", "mid-interval"])
 def test_resumes_through_stock_torch_checkpointing(name: str, stop: int, tmp_path: Path) -> None:
@@ -255,6 +264,7 @@ def test_resumes_through_stock_torch_checkpointing(name: str, stop: int, tmp_pat
     assert_same(snapshot(model), snapshot(other))
 
 
+@every
 def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(name: str) -> None:
     model = model_of()
     opt = build(name, model.parameters(), SoloLink())
@@ -283,6 +293,7 @@ def _train_somewhere(link: thinwire.Link, name: str, gather: bool, dtype: torch.
     return snapshot(model)
 
 
+@every
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_simulator_equals_real_processes(name: str, size: int, dtype: torch.dtype, pool: Pool) -> None:
@@ -305,6 +316,7 @@ def _bytes_of_rounds(link: thinwire.Link, name: str) -> tuple[list, int]:
     return [e for e in metered.meter.recent if e.purpose == "round"], opt.message_nbytes()
 
 
+@every
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_metered_bytes_equal_the_formula(name: str, size: int, pool: Pool) -> None:
     habitats = [World(size).run(lambda link: _bytes_of_rounds(link, name))]
@@ -322,6 +334,7 @@ def test_metered_bytes_equal_the_formula(name: str, size: int, pool: Pool) -> No
 # --- An optimizer like any other -----------------------------------------------------------------------------------------
 
 
+@every
 def test_learning_rate_schedulers_drive_it(name: str) -> None:
     model, frozen_model = model_of(), model_of()
     opt = build(name, model.parameters(), SoloLink())
@@ -338,6 +351,7 @@ def test_learning_rate_schedulers_drive_it(name: str) -> None:
     assert_close(before, snapshot(frozen_model), 1e-7)
 
 
+@every
 def test_a_closure_is_called_once_with_gradients_on_and_its_loss_returned(name: str) -> None:
     with_closure, without = model_of(), model_of()
     opt_a, opt_b = (build(name, m.parameters(), SoloLink()) for m in (with_closure, without))
@@ -358,6 +372,7 @@ def test_a_closure_is_called_once_with_gradients_on_and_its_loss_returned(name: 
     assert_same(snapshot(with_closure), snapshot(without))
 
 
+@every
 def test_zero_grad(name: str) -> None:
     model = model_of()
     opt = build(name, model.parameters(), SoloLink())
@@ -369,6 +384,7 @@ def test_zero_grad(name: str) -> None:
     assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
+@every
 def test_grad_scaler_with_an_overflow_on_one_worker_does_not_hang(name: str) -> None:
     """The scaler of one worker finds an Inf; if it skipped step(), all others would wait for ever."""
 
@@ -394,6 +410,7 @@ def test_grad_scaler_with_an_overflow_on_one_worker_does_not_hang(name: str) -> 
         assert_same(params, results[0][0])
 
 
+@every
 def test_grad_scaler_is_transparent(name: str) -> None:
     scaled, plain = model_of(), model_of()
     opt_a, opt_b = (build(name, m.parameters(), SoloLink()) for m in (scaled, plain))
@@ -412,6 +429,7 @@ def test_grad_scaler_is_transparent(name: str) -> None:
     assert_close(snapshot(scaled), snapshot(plain))
 
 
+@every
 def test_a_second_parameter_group_takes_part(name: str) -> None:
     def worker(link: thinwire.Link) -> tuple:
         model = model_of()
@@ -432,6 +450,7 @@ def test_a_second_parameter_group_takes_part(name: str) -> None:
     assert rates[1] == 0.005
 
 
+@every
 def test_unfreezing_a_parameter_behind_its_back_is_refused(name: str) -> None:
     model = model_of()
     opt = build(name, model.parameters(), SoloLink())
@@ -440,6 +459,7 @@ def test_unfreezing_a_parameter_behind_its_back_is_refused(name: str) -> None:
         train(model, opt, 0, 1)
 
 
+@every
 def test_converges_on_a_noisy_quadratic(name: str) -> None:
     """200 steps, 4 workers: at most a twentieth of the distance to the optimum is left."""
     target = torch.linspace(-1, 1, 30)
@@ -459,6 +479,7 @@ def test_converges_on_a_noisy_quadratic(name: str) -> None:
     assert max(distances) < start / 20
 
 
+@every
 def test_finish_brings_the_last_local_steps_in_once(name: str) -> None:
     def worker(link: thinwire.Link) -> tuple:
         model = model_of()
@@ -478,6 +499,7 @@ def test_finish_brings_the_last_local_steps_in_once(name: str) -> None:
         assert_same(params, results[0][2][0], "all workers end with the same model")
 
 
+@every
 def test_shared_model_shows_what_all_agreed_on_and_puts_it_back(name: str) -> None:
     def worker(link: thinwire.Link) -> tuple:
         model = model_of()
@@ -494,6 +516,7 @@ def test_shared_model_shows_what_all_agreed_on_and_puts_it_back(name: str) -> No
         assert_same(agreed, results[0][1])
 
 
+@every
 def test_repr_shows_the_settings(name: str) -> None:
     opt: Algorithm = build(name, model_of().parameters(), SoloLink())
     assert repr(opt).startswith(type(opt).__name__ + "(")

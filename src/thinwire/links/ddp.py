@@ -1,6 +1,6 @@
 """torch's own DistributedDataParallel, metered: the baseline that nobody can call weak."""
 
-from __future__ import annotations
+# No `from __future__ import annotations` here: DDP looks at the hook's annotations as types.
 
 import logging
 

@@ -1,8 +1,8 @@
 """Where the slow wire lies on a mesh of processes: FSDP2 shards a worker's model inside, the link joins workers outside.
 
-    mesh = make_mesh(workers=2, shards=2)
-    model = shard_model(model, mesh)                # fully_shard on the fast axis
-    link = TorchLink(mesh["replicate"])             # the slow axis only
+mesh = make_mesh(workers=2, shards=2)
+model = shard_model(model, mesh)                # fully_shard on the fast axis
+link = TorchLink(mesh["replicate"])             # the slow axis only
 """
 
 from __future__ import annotations

@@ -10,13 +10,25 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
     """This process's part of a tensor: the shard of a DTensor, sharing its memory; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def reshard(model: nn.Module) -> None:
+    """Make FSDP2 give up its gathered copies of the parameters; does nothing to any other model.
+
+    A forward pass without backward leaves the root module gathered: a copy that would not see parameters written meanwhile,
+    and that `named_parameters()` would return in place of the shards.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 class Shards:

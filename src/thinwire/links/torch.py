@@ -5,8 +5,11 @@ Every wait has a time limit, and a failure names the rank that reports it, the r
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import re
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -72,10 +75,22 @@ class TorchLink(Link):
             self.round += 1
         return _TorchTicket(self, payload, op)
 
+    @contextlib.contextmanager
+    def naming_the_lost(self) -> Iterator[None]:
+        """Within it, a collective of somebody else (DDP, FSDP, a checkpoint) that fails because a rank is gone says so."""
+        try:
+            yield
+        except RuntimeError as cause:
+            if isinstance(cause, LinkError) or not self._who_is_gone()[0]:
+                raise
+            raise self._failed(f"rank {self.rank}, after round {self.round}", cause) from cause
+
     def fail(self, cause: Exception, payload: Payload, op: Op) -> LinkError:
         """Turn a backend's exception into an error that says who is lost."""
         round_name = f"round {self.round}" if payload.purpose == "round" else f"the {payload.purpose} after round {self.round}"
-        what = f"rank {self.rank}, {round_name} ({_CALLED[op]} of {show_bytes(payload.nbytes)})"
+        return self._failed(f"rank {self.rank}, {round_name} ({_CALLED[op]} of {show_bytes(payload.nbytes)})", cause)
+
+    def _failed(self, what: str, cause: Exception) -> LinkError:
         lost, reached = self._who_is_gone()
         if lost:
             names = ", ".join(f"rank {r}" for r in lost)
@@ -89,8 +104,7 @@ class TorchLink(Link):
                 f"no answer within {self.timeout:g} s although every rank is alive: "
                 "a worker is slower than the timeout, or does not take part in this round"
             )
-        reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
-        self._failure = LinkError(f"{what}: {verdict} [{reason[:160]}]", lost=lost)
+        self._failure = LinkError(f"{what}: {verdict} [{_gist(cause)}]", lost=lost)
         return self._failure
 
     def _who_is_gone(self) -> tuple[list[int], bool]:
@@ -100,6 +114,12 @@ class TorchLink(Link):
         others = [w for r, w in enumerate(world) if r != self.rank]
         silent, reached = self._heartbeat.silent(others)
         return [world.index(w) for w in silent], reached
+
+
+def _gist(cause: Exception) -> str:
+    """The first sentence of a backend's message, without the place in its sources."""
+    lines = str(cause).splitlines() or [type(cause).__name__]
+    return re.sub(r"^\[[^\]]*:\d+\] ", "", lines[0]).split(". ")[0][:160]
 
 
 class _TorchTicket(Ticket):
@@ -170,8 +190,7 @@ def connect(*, backend: str = "gloo", timeout: float = 600.0) -> Link:
         return TorchLink(timeout=timeout)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return SoloLink()
-    # The group's own limit is longer than the link's: the link's error is the one that names the lost rank.
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout + 30))
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     return TorchLink(timeout=timeout)
 
 

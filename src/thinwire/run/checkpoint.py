@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from thinwire.algorithm import Algorithm
 from thinwire.errors import CheckpointError
 from thinwire.links.base import Link
+from thinwire.links.shards import reshard
 
 FORMAT = 1
 _FINISHED = re.compile(r"step-(\d+)")
@@ -71,6 +72,7 @@ def save(
     *,
     extra: Mapping[str, float] | None = None,
     keep: int = 2,
+    group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Write a checkpoint of all workers; called by all of them after the same step.
 
@@ -81,32 +83,36 @@ def save(
         link: tells which worker this is.
         extra: numbers of this worker to keep with it.
         keep: how many finished checkpoints to leave; older ones are removed.
+        group: all processes of all workers; None for every process of the job.
 
     Returns:
         The finished checkpoint's folder.
     """
+    reshard(model)
     target = folder / f"step-{optimizer.steps:08d}"
     aside = folder / f".writing-{target.name}"
     state = _flat_state(model, optimizer, link, extra or {})
     try:
-        if _is_first():
+        if _is_first(group):
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
-        _everyone()
+        _everyone(group)
         with _quiet():
-            dcp.save(state, checkpoint_id=aside, no_dist=not dist.is_initialized())
-        if _is_first():
+            dcp.save(state, checkpoint_id=aside, process_group=group, no_dist=not dist.is_initialized())
+        if _is_first(group):
             _write_description(aside / _DESCRIPTION, optimizer, link)
             _publish(aside, target)
             for old in finished(folder)[: -max(1, keep)]:
                 shutil.rmtree(old, ignore_errors=True)
     except OSError as cause:
         raise CheckpointError(f"could not write the checkpoint {target}: {cause}; older ones are untouched") from cause
-    _everyone()
+    _everyone(group)
     return target
 
 
-def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link) -> Resumed:
+def load(
+    path: Path, model: nn.Module, optimizer: Algorithm, link: Link, *, group: dist.ProcessGroup | None = None
+) -> Resumed:
     """Take over a checkpoint; called by all workers.
 
     With the number of workers that wrote it, training goes on bit for bit. With another number, replicated state is taken
@@ -117,7 +123,9 @@ def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link) -> Resu
         model: as it was built for the saved run.
         optimizer: of the same class, around the same parameters.
         link: tells which worker this is.
+        group: all processes of all workers; None for every process of the job.
     """
+    reshard(model)
     description = _read_description(path, optimizer)
     same_world = description["workers"] == link.size
     stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
@@ -129,7 +137,7 @@ def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link) -> Resu
         if key.startswith(wanted) and isinstance(kind, TensorStorageMetadata):
             state[key] = _buffer_for(key, kind, parameters)
     with _quiet():
-        dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+        dcp.load(state, checkpoint_id=path, process_group=group, no_dist=not dist.is_initialized())
     parts = {key.partition("/")[2]: value for key, value in state.items()}
     notes = [] if same_world else _fill_for_another_world(parts, parameters, names, optimizer, description["workers"])
     _apply(parts, description, model, optimizer, names)
@@ -241,7 +249,9 @@ def _apply(
     state: dict[int, dict[str, Tensor]] = {index: {} for index in names}
     for index, name in names.items():
         prefix = f"state/{name}/"
-        state[index] = {k.removeprefix(prefix): v for k, v in parts.items() if k.startswith(prefix) and "/" not in k[len(prefix) :]}
+        state[index] = {
+            k.removeprefix(prefix): v for k, v in parts.items() if k.startswith(prefix) and "/" not in k[len(prefix) :]
+        }
     groups = [
         {**_restore_types(saved, group), "params": saved["params"]}
         for saved, group in zip(description["groups"], optimizer.param_groups, strict=True)
@@ -328,13 +338,13 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+def _is_first(group: dist.ProcessGroup | None) -> bool:
+    return not dist.is_initialized() or dist.get_rank(group) == 0
 
 
-def _everyone() -> None:
+def _everyone(group: dist.ProcessGroup | None) -> None:
     if dist.is_initialized():
-        dist.barrier()
+        dist.barrier(group)
 
 
 @contextlib.contextmanager

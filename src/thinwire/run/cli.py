@@ -223,14 +223,15 @@ def _show_summary(folder: Path) -> None:
     if figures["workers"] > 1:
         share = 100 * figures["waiting"] / seconds if seconds else 0.0
         versus = f" ({less:.0f}x fewer bytes than sending every gradient)" if less >= 1.5 else ""
-        print(f"sent {show_bytes(sent)} per worker in {figures['rounds']} rounds{versus}, {share:.0f}% of the time waiting")
+        whom = "worker" if figures["shards"] == 1 else f"process ({figures['shards']} to a worker)"
+        print(f"sent {show_bytes(sent)} per {whom} in {figures['rounds']} rounds{versus}, {share:.0f}% of the time waiting")
     print(f"run folder: {folder}")
 
 
 def ddp_bytes(figures: dict[str, Any]) -> float:
-    """What synchronous training with fp32 gradients would have sent per worker: 2 * 4 P (M - 1) / M per step."""
+    """What synchronous training with fp32 gradients would have sent per process: 2 * 4 P (M - 1) / M per worker and step."""
     workers = figures["workers"]
-    return 8 * figures["parameters"] * (workers - 1) / workers * figures["step"]
+    return 8 * figures["parameters"] * (workers - 1) / workers * figures["step"] / figures["shards"]
 
 
 # --- sim -------------------------------------------------------------------------------------------------------------------

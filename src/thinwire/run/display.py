@@ -65,7 +65,9 @@ class Display:
             self._live.update(self._task, completed=progress.step, figures=self.figures(progress))
         elif progress.validation or time.monotonic() - self._last_line >= self.interval:
             self._last_line = time.monotonic()
-            print(f"{self.title}  step {progress.step}/{self.steps}  {self.figures(progress)}", file=self.console.file, flush=True)
+            print(
+                f"{self.title}  step {progress.step}/{self.steps}  {self.figures(progress)}", file=self.console.file, flush=True
+            )
 
     def figures(self, progress: train.Progress) -> str:
         """Loss, speed, bytes and the share of time spent on the wire, on one line."""

@@ -52,6 +52,7 @@ def simulate(config: RunConfig, folder: Path, *, network: Network, step_time: fl
         "algorithm": config.algorithm,
         "task": config.task,
         "workers": workers,
+        "shards": 1,
         "parameters": parameters,
         "unit": task.unit,
         **progress.record(),

@@ -148,7 +148,7 @@ class Trainer:
         """Figures of the shared model, computed by worker 0 and told to all; not metered."""
         figures: dict[str, float] = {}
         if self.link.rank == 0:
-            with self.optimizer.shared_model():
+            with self.optimizer.shared_model(self.model):
                 figures = self.task.evaluate(self.model)
         return tell_all(self.link.link, figures)
 
@@ -175,7 +175,9 @@ class Trainer:
         totals = self.link.meter.totals
         seconds = self.seconds + (self.link.now() - self._before if self._before >= 0 else 0.0)
         items = self.step * self.task.batch_items * self.link.size
-        return Progress(self.step, loss, seconds, items, totals.sent, totals.received, totals.rounds, totals.waiting, validation)
+        return Progress(
+            self.step, loss, seconds, items, totals.sent, totals.received, totals.rounds, totals.waiting, validation
+        )
 
     def _start_clock(self) -> None:
         self._before = self.link.now()
@@ -207,4 +209,3 @@ def tell_all(link: Link, figures: dict[str, float]) -> dict[str, float]:
     """Worker 0's figures on every worker."""
     message = Payload.of_bytes(json.dumps(figures).encode(), purpose="evaluation")
     return json.loads(link.all_gather(message)[0].to_bytes())
-

@@ -39,14 +39,17 @@ def work(config: RunConfig, folder: Path, link: Link, *, resume: bool, checkpoin
         resume: go on from the newest checkpoint.
         checkpoint_every: steps between checkpoints; 0 saves none.
     """
+    with link.naming_the_lost() if isinstance(link, TorchLink) else contextlib.nullcontext():
+        return _work(config, folder, link, resume, checkpoint_every)
+
+
+def _work(config: RunConfig, folder: Path, link: Link, resume: bool, checkpoint_every: int) -> Progress:
+    first = link.rank == 0
     shard = None
     if config.shards > 1:
-        mesh = make_mesh(workers=_count(link) // config.shards, shards=config.shards)
+        mesh = make_mesh(workers=link.size // config.shards, shards=config.shards)
         shard = partial(shard_model, mesh=mesh)
-        first = link.rank == 0
         link = TorchLink(mesh["replicate"], timeout=link.timeout) if isinstance(link, TorchLink) else link
-    else:
-        first = link.rank == 0
     trainer = Trainer(config, link, shard=shard)
     notes = trainer.resume(folder / "checkpoints") if resume else []
     title = f"{config.algorithm} {config.task} x{link.size}"
@@ -55,10 +58,6 @@ def work(config: RunConfig, folder: Path, link: Link, *, resume: bool, checkpoin
     if first:
         _write_summary(folder / "summary.json", config, trainer, progress)
     return progress
-
-
-def _count(link: Link) -> int:
-    return link.size
 
 
 def _nobody(_: Progress) -> None:
@@ -84,6 +83,7 @@ def _write_summary(path: Path, config: RunConfig, trainer: Trainer, progress: Pr
         "algorithm": config.algorithm,
         "task": config.task,
         "workers": trainer.link.size,
+        "shards": config.shards,
         "parameters": trainable,
         "unit": trainer.task.unit,
         **progress.record(),
@@ -122,7 +122,7 @@ def main() -> None:
         sys.exit(_say(f"thinwire: error: {error}", 2) if rank == "0" else 2)
     except ThinwireError as error:
         # Leave at once: destroying a broken process group could wait for the lost rank.
-        _say(f"thinwire: rank {rank} stops: {error}", EXIT_FAILED)
+        _say(f"thinwire: {error}", EXIT_FAILED)
         os._exit(EXIT_FAILED)
 
 

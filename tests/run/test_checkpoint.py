@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.conformance.test_sharded import uneven
+from tests.conformance.training import NAMES, H, adamw, assert_same, build, model_of, sgd, snapshot, train
+from tests.processes import LIMIT, Pool
+from thinwire import Link, SoloLink, TorchLink
+from thinwire.errors import CheckpointError
+from thinwire.links.mesh import shard_model
+from thinwire.links.shards import local, reshard
+from thinwire.run import checkpoint
+
+STOP = H + 2
+
+
+def _save_then_train_on(link: TorchLink, name: str, folder: Path) -> list:
+    model = model_of()
+    opt = build(name, model.parameters(), link)
+    train(model, opt, link.rank, STOP)
+    checkpoint.save(folder, model, opt, link, extra={"sent": 100.0 + link.rank}, group=link.group)
+    train(model, opt, link.rank, 2 * H, first=STOP + 1)
+    return snapshot(model)
+
+
+def _load_and_train_on(link: TorchLink, name: str, folder: Path) -> tuple:
+    model = model_of(seed=99)
+    opt = build(name, model.parameters(), link)
+    resumed = checkpoint.load(checkpoint.finished(folder)[-1], model, opt, link, group=link.group)
+    start = snapshot(model), opt.steps, opt.pending_steps
+    train(model, opt, link.rank, 2 * H, first=STOP + 1)
+    return snapshot(model), resumed, start
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_world_resumes_bit_for_bit_mid_interval(name: str, tmp_path: Path, pool: Pool) -> None:
+    straight = pool.run(_save_then_train_on, 2, name, tmp_path)
+    resumed = pool.run(_load_and_train_on, 2, name, tmp_path)
+    for rank, (params, (again, result, _)) in enumerate(zip(straight, resumed, strict=True)):
+        assert_same(params, again)
+        assert (result.step, result.extra, result.notes) == (STOP, {"sent": 100.0 + rank}, [])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [1, 4])
+def test_another_number_of_workers_takes_over_what_is_shared(name: str, size: int, tmp_path: Path, pool: Pool) -> None:
+    pool.run(_save_then_train_on, 2, name, tmp_path)
+    results = pool.run(_load_and_train_on, size, name, tmp_path)
+    for params, resumed, (start, steps, pending) in results:
+        assert steps == STOP
+        assert_same(start, results[0][2][0], "all workers start from one point")
+        assert all(bool(torch.isfinite(p).all()) for p in params)
+        if name == "data-parallel":
+            assert resumed.notes == [], "everything is shared: nothing was lost"
+        else:
+            assert pending == 0
+            assert "agreed on last" in resumed.notes[0]
+            assert "the inner optimizer's state" in resumed.notes[1]
+
+
+def test_replicated_state_is_written_once_and_per_worker_state_under_its_worker(tmp_path: Path, pool: Pool) -> None:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    pool.run(_save_then_train_on, 2, "diloco", tmp_path)
+    path = checkpoint.finished(tmp_path)[-1]
+    keys = set(FileSystemReader(path).read_metadata().state_dict_metadata)
+    assert "replicated/state/first.weight/anchor" in keys
+    assert "replicated/state/first.weight/momentum" in keys
+    for rank in range(2):
+        assert f"worker{rank}/param/first.weight" in keys
+        assert f"worker{rank}/state/first.weight/inner.exp_avg" in keys
+    assert not any(k.startswith("worker") and k.endswith(("anchor", "momentum")) for k in keys)
+
+
+def _sharded_round_trip(_: Link, folder: Path) -> tuple[list, list]:
+    """On an HSDP mesh stock checkpointing takes the workers' momenta for copies of each other, and keeps one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    link = TorchLink(mesh["replicate"], timeout=LIMIT)
+    model = shard_model(uneven(torch.float32), mesh)
+    opt = build("diloco", model.parameters(), link)
+    train(model, opt, link.rank, STOP)
+    with torch.no_grad():
+        model(torch.ones(1, 5), 2)  # leaves FSDP2's root gathered: saving must not take the gathered copy
+    checkpoint.save(folder, model, opt, link)
+    before = [t.clone() for t in _everything(opt)]
+    model = shard_model(uneven(torch.float32), mesh)
+    opt = build("diloco", model.parameters(), link)
+    train(model, opt, link.rank, 1)
+    checkpoint.load(checkpoint.finished(folder)[-1], model, opt, link)
+    return before, [t.clone() for t in _everything(opt)]
+
+
+def _everything(opt) -> list:
+    moments = [t for tensors in opt.inner_state().values() for t in tensors]
+    return [local(t) for t in [*opt.params(), *opt.slot("anchor"), *opt.slot("momentum"), *moments]]
+
+
+def test_a_sharded_mesh_keeps_each_workers_own_state(tmp_path: Path, pool: Pool) -> None:
+    results = pool.run(_sharded_round_trip, 4, tmp_path)
+    for before, after in results:
+        assert_same(before, after)
+    first_worker, second_worker = results[0][0], results[2][0]
+    assert any(not torch.equal(a, b) for a, b in zip(first_worker, second_worker, strict=True)), "momenta did differ"
+
+
+@pytest.mark.parametrize(
+    "inner", [sgd, adamw, lambda p: torch.optim.NAdam(p), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)]
+)
+@pytest.mark.parametrize("steps", [0, 3])
+def test_any_inner_optimizer_also_before_its_first_step(inner, steps: int, tmp_path: Path) -> None:
+    model = model_of()
+    opt = build("diloco", model.parameters(), SoloLink(), inner=inner)
+    train(model, opt, 0, steps)
+    checkpoint.save(tmp_path, model, opt, SoloLink())
+    other = model_of(seed=5)
+    other_opt = build("diloco", other.parameters(), SoloLink(), inner=inner)
+    checkpoint.load(checkpoint.finished(tmp_path)[-1], other, other_opt, SoloLink())
+    for m, o in ((model, opt), (other, other_opt)):
+        train(m, o, 0, 6, first=steps + 1)
+    assert_same(snapshot(model), snapshot(other))
+
+
+def test_buffers_and_random_state_come_back(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5))
+    opt = build("local-sgd", model.parameters(), SoloLink())
+    model(torch.randn(8, 3))
+    checkpoint.save(tmp_path, model, opt, SoloLink())
+    mean, draw = model[1].running_mean.clone(), torch.rand(3)
+    model(torch.randn(8, 3))
+    checkpoint.load(checkpoint.finished(tmp_path)[-1], model, opt, SoloLink())
+    assert torch.equal(model[1].running_mean, mean)
+    assert torch.equal(torch.rand(3), draw)
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    model = model_of()
+    opt = build("data-parallel", model.parameters(), SoloLink())
+    for step in range(1, 6):
+        train(model, opt, 0, 1, first=step)
+        checkpoint.save(tmp_path, model, opt, SoloLink(), keep=2)
+    assert [p.name for p in checkpoint.finished(tmp_path)] == ["step-00000004", "step-00000005"]
+    checkpoint.save(tmp_path, model, opt, SoloLink(), keep=2)  # the same step again replaces it
+    assert [p.name for p in checkpoint.finished(tmp_path)] == ["step-00000004", "step-00000005"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000004", "step-00000005"], "nothing is left lying about"
+
+
+# --- What can go wrong -------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_something_else_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    model = model_of()
+    opt = build("diloco", model.parameters(), SoloLink())
+    train(model, opt, 0, 3)
+    path = checkpoint.save(tmp_path, model, opt, SoloLink())
+
+    other = build("local-sgd", model.parameters(), SoloLink())
+    with pytest.raises(CheckpointError, match="written by DiLoCo, not by LocalSGD"):
+        checkpoint.load(path, model, other, SoloLink())
+
+    wider = torch.nn.Linear(9, 9)
+    stranger = build("diloco", wider.parameters(), SoloLink())
+    before = snapshot(wider)
+    with pytest.raises(CheckpointError, match="does not exist here"):
+        checkpoint.load(path, wider, stranger, SoloLink())
+    assert_same(before, snapshot(wider))
+    assert stranger.steps == 0
+
+
+def test_a_broken_description_is_refused(tmp_path: Path) -> None:
+    model = model_of()
+    opt = build("diloco", model.parameters(), SoloLink())
+    path = checkpoint.save(tmp_path, model, opt, SoloLink())
+    description = json.loads((path / "thinwire.json").read_text())
+    (path / "thinwire.json").write_text(json.dumps(description | {"format": 99}))
+    with pytest.raises(CheckpointError, match="has format 99, this version reads 1"):
+        checkpoint.load(path, model, opt, SoloLink())
+    (path / "thinwire.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not a finished thinwire checkpoint"):
+        checkpoint.load(path, model, opt, SoloLink())
+
+
+def test_a_disk_that_fails_leaves_the_last_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    opt = build("diloco", model.parameters(), SoloLink())
+    train(model, opt, 0, 1)
+    good = checkpoint.save(tmp_path, model, opt, SoloLink())
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_publish", full)
+    train(model, opt, 0, 1, first=2)
+    with pytest.raises(CheckpointError, match="No space left on device; older ones are untouched"):
+        checkpoint.save(tmp_path, model, opt, SoloLink())
+    assert checkpoint.finished(tmp_path) == [good]
+    checkpoint.load(good, model, opt, SoloLink())
+    assert opt.steps == 1
+
+
+SAVES_FOR_EVER = """
+import sys, torch
+from pathlib import Path
+from tests.conformance.training import build, model_of, train
+from thinwire import SoloLink
+from thinwire.run import checkpoint
+torch.set_num_threads(1)
+model = model_of()
+opt = build("diloco", model.parameters(), SoloLink())
+for step in range(1, 10_000):
+    train(model, opt, 0, 1, first=step)
+    checkpoint.save(Path(sys.argv[1]), model, opt, SoloLink())
+    if step == 1:
+        print("saving", flush=True)
+"""
+
+
+@pytest.mark.parametrize("trial", range(4))
+def test_a_kill_at_any_moment_leaves_a_good_checkpoint(trial: int, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAVES_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE, env=_environment()
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"saving\n"
+        time.sleep(random.Random(trial).uniform(0.02, 0.6))
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    model = model_of(seed=5)
+    opt = build("diloco", model.parameters(), SoloLink())
+    newest = checkpoint.finished(tmp_path)[-1]
+    step = checkpoint.load(newest, model, opt, SoloLink()).step
+    reference = model_of()
+    reference_opt = build("diloco", reference.parameters(), SoloLink())
+    train(reference, reference_opt, 0, step)
+    assert_same(snapshot(model), snapshot(reference))
+    checkpoint.save(tmp_path, model, opt, SoloLink())
+    assert not [p for p in tmp_path.iterdir() if p.name == f".writing-step-{step:08d}"]
+
+
+def _environment() -> dict[str, str]:
+    root = Path(__file__).parents[2]
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "src")])}
+
+
+def test_reshard_is_harmless_to_ordinary_models() -> None:
+    model = model_of()
+    before = snapshot(model)
+    reshard(model)
+    assert_same(before, snapshot(model))

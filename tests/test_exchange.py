@@ -174,7 +174,7 @@ def test_parameters_may_be_averaged_as_they_are(gather: bool) -> None:
     assert not mean[0].requires_grad
 
 
-# --- Posting now, waiting later ------------------------------------------------------------------------------------------------
+# --- Posting now, waiting later ----------------------------------------------------------------------------------------------
 
 
 @both_ways

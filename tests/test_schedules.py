@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,7 +66,7 @@ def test_never_two_fragments_at_once_and_evenly_spread(both: tuple[int, int], st
     window = range(start, start + 2 * H)
     assert all(len(schedule.due(s)) <= 1 for s in window)
     turns = [s for s in window if schedule.due(s)]
-    gaps = {b - a for a, b in zip(turns, turns[1:], strict=False)}
+    gaps = {b - a for a, b in pairwise(turns)}
     assert gaps <= {H // fragments, -(-H // fragments)}
 
 
@@ -86,7 +88,7 @@ def test_the_turns_of_four_fragments() -> None:
 
 
 def test_more_fragments_than_steps_are_refused() -> None:
-    with pytest.raises(ConfigError, match="fragments must be at most H=3.* got 4"):
+    with pytest.raises(ConfigError, match=r"fragments must be at most H=3.* got 4"):
         Staggered(3, fragments=4)
 
 

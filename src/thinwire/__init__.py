@@ -42,6 +42,7 @@ _HOME = {
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from thinwire import errors
     from thinwire.algorithm import Algorithm, Policy, Wrapper
     from thinwire.algorithms import DataParallel, DiLoCo, LocalSGD
     from thinwire.codecs import Codec, Dense
@@ -65,6 +66,8 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> object:
     """Import a public name on its first use."""
+    if name == "errors":
+        return importlib.import_module("thinwire.errors")
     if name not in _HOME:
         raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

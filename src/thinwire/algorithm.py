@@ -30,6 +30,8 @@ from thinwire.schedules import Schedule, as_schedule
 
 log = logging.getLogger("thinwire")
 
+Start = Literal["zeros", "param"]  # what a state slot begins as
+
 _COUNTERS = ("thinwire_step", "thinwire_round", "thinwire_synced")
 
 
@@ -80,7 +82,7 @@ class Algorithm(Optimizer):
         defaults: dict[str, Any] | None = None,
         H: int | Schedule = 1,
         codec: Codec | None = None,
-        slots: Mapping[str, Literal["zeros", "param"]] | None = None,
+        slots: Mapping[str, Start] | None = None,
         settings: Mapping[str, object] | None = None,
         on_abort: Literal["keep", "restore"] = "keep",
         on_nonfinite: Literal["skip", "raise"] = "skip",
@@ -341,7 +343,7 @@ class Algorithm(Optimizer):
                 state[name] = p.detach().to(wide, copy=True) if start == "param" else torch.zeros_like(p, dtype=wide)
         self._greeted = False
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state that `state_dict()` gave; checked as a whole before anything changes."""
         state = self._checked(state_dict)
         self._load_groups(state_dict["param_groups"])
@@ -416,7 +418,7 @@ class Wrapper(Algorithm):
         *,
         H: int | Schedule = 1,
         codec: Codec | None = None,
-        slots: Mapping[str, Literal["zeros", "param"]] | None = None,
+        slots: Mapping[str, Start] | None = None,
         settings: Mapping[str, object] | None = None,
         **policy: Unpack[Policy],
     ):
@@ -486,7 +488,7 @@ class Wrapper(Algorithm):
             merged["state"][index].update({f"inner.{key}": value for key, value in entries.items()})
         return merged
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state that `state_dict()` gave; checked as a whole before anything changes."""
         state = self._checked(state_dict)
         inner = {}

@@ -73,8 +73,10 @@ def post_average(
 ) -> PendingAverage:
     """Start an `average`; compute while it is under way and call `wait()` on the result later."""
     tensors = list(tensors)
-    encode = _with_status_vector if codec.linear else _with_status_byte
-    payload, sent = encode(link, codec, tensors, round, want_sent, any_shard)
+    if codec.linear:
+        payload, sent = _with_status_vector(link, codec, tensors, round, want_sent, any_shard)
+    else:
+        payload, sent = _with_status_byte(codec, tensors, round, want_sent, any_shard)
     ticket = link.post(payload, "mean" if codec.linear else "gather")
     return PendingAverage(link, codec, [torch.empty_like(t, device="meta") for t in tensors], round, ticket, sent, any_shard)
 
@@ -155,7 +157,7 @@ def _with_status_vector(
 
 
 def _with_status_byte(
-    link: Link, codec: Codec, tensors: list[Tensor], round: int, want_sent: bool, any_shard: AnyShard
+    codec: Codec, tensors: list[Tensor], round: int, want_sent: bool, any_shard: AnyShard
 ) -> tuple[Payload, list[Tensor]]:
     """A message that is gathered, with one status byte behind it."""
     body = codec.encode(tensors, round=round)

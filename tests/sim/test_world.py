@@ -94,7 +94,7 @@ def test_control_messages_are_exchanges_like_any_other() -> None:
     assert World(2).run(worker) == [["handshake", "round", "alarm"]] * 2
 
 
-# --- Determinism ---------------------------------------------------------------------------------------------------------------
+# --- Determinism -------------------------------------------------------------------------------------------------------------
 
 
 def _train(link: Link) -> tuple[list[Tensor], list[tuple]]:
@@ -305,7 +305,7 @@ def test_no_step_time_charges_what_each_worker_really_computed() -> None:
     assert second_end < second + 0.25
 
 
-# --- Failures ------------------------------------------------------------------------------------------------------------------
+# --- Failures ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
@@ -401,7 +401,7 @@ def test_different_operations_are_refused() -> None:
         link.mean(message())
         link.post(message(), "gather" if link.rank else "mean").wait()
 
-    with pytest.raises(LinkError, match="exchange 2: posted (mean|gather) for 'round' while rank") as caught:
+    with pytest.raises(LinkError, match=r"exchange 2: posted (mean|gather) for 'round' while rank") as caught:
         World(2).run(worker)
     assert all(word in str(caught.value) for word in ("mean", "gather", "rank 0", "rank 1"))
 
@@ -432,7 +432,7 @@ def test_a_running_world_cannot_be_run() -> None:
     assert world.run(lambda link: link.rank) == [0, 1]
 
 
-# --- Settings ------------------------------------------------------------------------------------------------------------------
+# --- Settings ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [0, -1, True, 2.0, "2", None])
@@ -456,7 +456,7 @@ def test_what_is_no_step_time_is_refused_with_its_value(bad: object) -> None:
     assert str(caught.value).endswith(f"got {bad!r}")
 
 
-# --- Speed ---------------------------------------------------------------------------------------------------------------------
+# --- Speed -------------------------------------------------------------------------------------------------------------------
 
 
 def test_sixteen_workers_and_fifty_steps_take_less_than_ten_seconds() -> None:

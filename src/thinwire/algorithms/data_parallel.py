@@ -56,7 +56,9 @@ class DataParallel(Wrapper):
 
     def update(self) -> None:
         """One synchronous step."""
-        grads = [torch.zeros_like(x) if p.grad is None else local(p.grad) for p, x in zip(self._active, self.params())]
+        grads = [
+            torch.zeros_like(x) if p.grad is None else local(p.grad) for p, x in zip(self._active, self.params(), strict=True)
+        ]
         present = torch.tensor([float(p.grad is not None) for p in self._active], device=_device(grads))
         (*mean, somewhere), _ = self.average([*grads, present])  # g <- mean_i g_i
         self.commit()

@@ -19,7 +19,7 @@ from typing import Unpack
 import torch
 from torch.optim import Optimizer
 
-from thinwire.algorithm import Policy, Wrapper
+from thinwire.algorithm import Policy, Start, Wrapper
 from thinwire.codecs import Codec
 from thinwire.errors import ConfigError
 from thinwire.links.base import Link
@@ -68,7 +68,7 @@ class DiLoCo(Wrapper):
         if not 0 <= outer_momentum < 1:
             raise ConfigError(f"outer_momentum must be in [0, 1), got {outer_momentum!r}")
         settings = {"H": H, "outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": nesterov}
-        slots = {"anchor": "param", "momentum": "zeros"}
+        slots: dict[str, Start] = {"anchor": "param", "momentum": "zeros"}
         super().__init__(inner, link, H=H, codec=codec, slots=slots, settings=settings, **policy)
         self.outer_lr, self.outer_momentum, self.nesterov = outer_lr, outer_momentum, nesterov
 

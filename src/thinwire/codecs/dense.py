@@ -51,12 +51,12 @@ class Dense(Codec):
         assert isinstance(self.dtype, torch.dtype)
         return self.dtype
 
-    def encode(self, tensors: Sequence[Tensor], *, round: int = 0) -> Payload:
+    def encode(self, tensors: Sequence[Tensor], *, round: int = 0) -> Payload:  # noqa: ARG002
         """Cast and lay out one after the other; as bytes where they will be gathered."""
         flat = pack(tensors, self.wire_dtype)
         return Payload(flat.view(torch.uint8) if self.gather else flat)
 
-    def decode(self, payload: Payload, like: Sequence[Tensor], *, round: int = 0) -> list[Tensor]:
+    def decode(self, payload: Payload, like: Sequence[Tensor], *, round: int = 0) -> list[Tensor]:  # noqa: ARG002
         """Views into the payload, or copies in float32 where the wire is narrower."""
         flat = payload.data.view(self.wire_dtype)
         if flat.element_size() < 4:

@@ -3,6 +3,7 @@
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations as types.
 
 import logging
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,26 @@ class MeteredDDP:
         self._launched = 0.0
         self._nbytes = 0
         self.module = DistributedDataParallel(model, process_group=self._group)
-        self.module.register_comm_hook(None, self._hook)  # type: ignore[arg-type]
+        self.module.register_comm_hook(None, self._hook)
+
+    def rehearse(self, loss: Callable[[nn.Module], Tensor]) -> None:
+        """Run one backward pass that leaves no trace, before the first step of a new or resumed run.
+
+        DDP orders its buckets anew after its first backward pass, which moves the borders of the ring's chunks and with them
+        the order of additions. Without this, the first step after a resume would differ from the same step of an
+        uninterrupted run in its last bits.
+
+        Args:
+            loss: computes a training loss with the wrapped model.
+        """
+        buffers = [b.clone() for b in self.module.buffers()]
+        with torch.random.fork_rng(devices=[]):
+            loss(self.module).backward()
+        self.module.zero_grad()
+        with torch.no_grad():
+            for buffer, saved in zip(self.module.buffers(), buffers, strict=True):
+                buffer.copy_(saved)
+        self._nbytes = 0
 
     def _hook(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's default all-reduce, plus the count; called when a bucket of gradients is ready."""

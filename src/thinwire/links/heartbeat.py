@@ -81,7 +81,7 @@ class Heartbeat:
 
 def _connection(store: dist.Store) -> dist.Store:
     try:
-        own = store.clone()
+        own: dist.Store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
     except (AttributeError, RuntimeError):  # file and in-memory stores need no connection of their own
         own = store
     own.set_timeout(timedelta(seconds=5))

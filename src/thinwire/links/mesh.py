@@ -39,4 +39,5 @@ def shard_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Shard a worker's model over the fast axis, block by block where the model has `blocks`."""
     for block in getattr(model, "blocks", ()):
         fully_shard(block, mesh=mesh["shard"])
-    return fully_shard(model, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    return model

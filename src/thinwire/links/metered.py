@@ -86,7 +86,8 @@ class Metered(LinkDecorator):
 
 class _MeteredTicket(Ticket):
     def __init__(self, metered: Metered, ticket: Ticket, payload: Payload, op: Op):
-        self.metered, self.ticket, self.op = metered, ticket, op
+        self.metered, self.ticket = metered, ticket
+        self.op: Op = op
         self.purpose, self.nbytes = payload.purpose, payload.nbytes
 
     def wait(self) -> list[Payload]:

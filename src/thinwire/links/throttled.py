@@ -28,7 +28,8 @@ class Throttled(LinkDecorator):
 
 class _ThrottledTicket(Ticket):
     def __init__(self, throttled: Throttled, ticket: Ticket, op: Op):
-        self.throttled, self.ticket, self.op = throttled, ticket, op
+        self.throttled, self.ticket = throttled, ticket
+        self.op: Op = op
         self.posted = throttled.now()
 
     def wait(self) -> list[Payload]:

@@ -126,7 +126,8 @@ class _TorchTicket(Ticket):
     """A collective under way. Messages of unequal length first exchange their lengths, then travel padded."""
 
     def __init__(self, link: TorchLink, payload: Payload, op: Op):
-        self.link, self.payload, self.op = link, payload, op
+        self.link, self.payload = link, payload
+        self.op: Op = op
         self.limit = timedelta(seconds=link.timeout)
         self.lengths: list[int] | None = None
         self.parts: list[Tensor] = []

@@ -110,9 +110,7 @@ def save(
     return target
 
 
-def load(
-    path: Path, model: nn.Module, optimizer: Algorithm, link: Link, *, group: dist.ProcessGroup | None = None
-) -> Resumed:
+def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link, *, group: dist.ProcessGroup | None = None) -> Resumed:
     """Take over a checkpoint; called by all workers.
 
     With the number of workers that wrote it, training goes on bit for bit. With another number, replicated state is taken

@@ -320,13 +320,23 @@ def _parse(command: str, arguments: list[str], place_type: Any, saved: RunConfig
     run, settings, place = tyro.cli(
         flags,
         prog=f"thinwire {command}",
-        description=f"{(_train if command == 'train' else _sim).__doc__} Settings of {chosen}: {algorithms[name].__doc__.splitlines()[0]}",
+        description=f"{_ABOUT[command]} Settings of {chosen}: {_first_line(algorithms[name])}",
         args=arguments,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
     config = replace(run, settings=as_dict(settings), data=_absolute(run.data))
     config.validate()
     return config, place
+
+
+_ABOUT = {
+    "train": "Train with real worker processes: started here, or joined under torchrun.",
+    "sim": "Train on simulated workers and report the time that a network of your choice would take.",
+}
+
+
+def _first_line(cls: type) -> str:
+    return (cls.__doc__ or "").splitlines()[0]
 
 
 def _absolute(path: str | None) -> str | None:
@@ -357,9 +367,8 @@ def _algorithms(arguments: list[str]) -> int:
 
     table = Table("name", "what it does", "equal on all workers", title="thinwire train --algorithm NAME", title_justify="left")
     for name, cls in found().items():
-        always, after = sorted(cls.replicated), sorted(cls.synced)
-        equal = "; ".join(filter(None, [", ".join(always), after and f"{', '.join(after)} after each round"]))
-        table.add_row(name, (cls.__doc__ or "").splitlines()[0], equal)
+        equal = ", ".join([*sorted(cls.replicated), *(f"{key} after each round" for key in sorted(cls.synced))])
+        table.add_row(name, _first_line(cls), equal)
     for name, (base, fixed) in PRESETS.items():
         settings = ", ".join(f"{k}={v}" for k, v in fixed.items()) or "by torch's DistributedDataParallel on real processes"
         table.add_row(name, f"{base} with {settings}" if fixed else f"{base}, {settings}", "")

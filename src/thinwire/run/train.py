@@ -99,6 +99,7 @@ class Trainer:
         self.ddp = None
         if config.algorithm == "ddp" and isinstance(link, TorchLink) and config.shards == 1:
             self.ddp = MeteredDDP(self.model, self.link)
+            self.ddp.rehearse(lambda model: self.task.loss(model, self.task.batch(self.link.rank, 1)))
         self.optimizer = optimizer_of(config, self.model, SoloLink() if self.ddp else self.link)
         self.step, self.seconds, self._before = 0, 0.0, 0.0
 

@@ -134,7 +134,7 @@ def _say(text: str, code: int) -> int:
 def _only_about_me(rank: int) -> logging.Filter:
     """Messages about the whole job are shown by rank 0; a worker adds only what it says of itself."""
     mine = logging.Filter()
-    mine.filter = lambda record: record.getMessage().startswith(f"rank {rank}")  # type: ignore[method-assign]
+    mine.filter = lambda record: record.getMessage().startswith(f"rank {rank}")
     return mine
 
 

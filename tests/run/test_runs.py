@@ -1,0 +1,212 @@
+"""Whole runs on real processes: the main job, resume after a kill, torchrun, shards, and the simulator beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from thinwire.run.cli import main
+from thinwire.run.config import RunConfig
+
+QUICK = ["--task", "quadratic", "--steps", "40", "--H", "8", "--lr", "0.05", "--eval-every", "20"]
+
+
+def thinwire(*arguments: object, launcher: tuple[str, ...] = (), check: bool = True) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *(launcher or ("-m",)), "thinwire", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_main_job_writes_everything_a_person_needs(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    done = thinwire("train", "--algorithm", "diloco", *QUICK, "--workers", 2, "--checkpoint-every", 10, "--out", out)
+    assert "validation loss" in done.stdout
+    assert "fewer bytes than sending every gradient" in done.stdout
+    assert "\x1b" not in done.stdout, "no terminal, no escape codes"
+    record = tomllib.loads((out / "run.toml").read_text())
+    assert record["run"]["workers"] == 2
+    assert record["settings"]["H"] == 8
+    assert record["versions"]["torch"] == torch.__version__
+    lines = metrics(out)
+    assert [line["step"] for line in lines] == list(range(1, 41))
+    assert [line["step"] for line in lines if "val_loss" in line] == [20, 40]
+    assert {"loss", "seconds", "items", "sent", "received", "rounds", "waiting"} <= lines[0].keys()
+    assert lines[-1]["rounds"] == 5
+    assert summary(out)["val_loss"] < lines[19]["val_loss"]
+    assert [p.name for p in sorted((out / "checkpoints").iterdir())] == ["step-00000030", "step-00000040"]
+
+    again = thinwire("train", "--algorithm", "diloco", *QUICK, "--workers", 2, "--out", out, check=False)
+    assert (again.returncode, again.stderr.count("\n")) == (2, 1)
+    assert "already holds this run: add --resume" in again.stderr
+    other = thinwire("train", "--algorithm", "diloco", *QUICK, "--outer-lr", "0.5", "--out", out, check=False)
+    assert other.returncode == 2
+    assert "holds a run of another config: outer_lr was 0.7, now it is 0.5" in other.stderr
+    finished = thinwire("train", "--resume", "--out", out, check=False)
+    assert finished.returncode == 2
+    assert "is finished: it has all 40 steps; give a larger --steps" in finished.stderr
+
+
+@pytest.mark.parametrize("algorithm", ["diloco", "ddp"])
+def test_a_killed_worker_is_named_and_resume_ends_as_if_nothing_had_happened(algorithm: str, tmp_path: Path) -> None:
+    settings = ["--algorithm", algorithm, "--task", "gpt-nano", "--batch", "1", "--steps", "60", "--eval-every", "0"]
+    settings += ["--workers", "3", "--checkpoint-every", "10"] + (["--H", "5"] if algorithm == "diloco" else [])
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    thinwire("train", *settings, "--out", straight)
+
+    timeout = 20
+    command = [sys.executable, "-m", "thinwire", "train", *settings, "--out", str(broken), "--timeout", f"{timeout}s"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        try:
+            deadline = time.monotonic() + 90
+            while not list(broken.glob("checkpoints/step-*")):
+                assert time.monotonic() < deadline and job.poll() is None
+                time.sleep(0.02)
+            os.kill(_worker_process(job.pid, rank=1), signal.SIGKILL)
+            killed = time.monotonic()
+            _, errors = job.communicate(timeout=90)
+        finally:
+            job.kill()
+    assert job.returncode == 1
+    assert time.monotonic() - killed < timeout, "the others stop within the timeout"
+    for rank in (0, 2):
+        assert f"rank {rank}, " in errors
+    assert errors.count("lost rank 1 (no heartbeat)") == 2, errors
+    assert "Traceback" not in errors
+    assert "worker 1 was killed by SIGKILL; the last checkpoint is of step" in errors
+    assert f"thinwire train --resume --out {broken}" in errors
+
+    resumed = thinwire("train", "--resume", "--out", broken)
+    assert "resumed from step" in resumed.stdout
+    assert summary(broken)["val_loss"] == summary(straight)["val_loss"], "bit for bit"
+    assert [line["loss"] for line in metrics(broken)] == [line["loss"] for line in metrics(straight)]
+    assert summary(broken)["sent"] == pytest.approx(summary(straight)["sent"], rel=0.01), "the meter goes on counting"
+
+
+def _worker_process(launcher: int, rank: int) -> int:
+    """The process id of the launcher's worker with this rank, from /proc."""
+    for children in Path(f"/proc/{launcher}/task").glob("*/children"):
+        for child in children.read_text().split():
+            environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            if f"RANK={rank}".encode() in environment:
+                return int(child)
+    raise AssertionError(f"no worker with rank {rank}")
+
+
+def test_ctrl_c_ends_all_workers_and_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "thinwire", "train", "--steps", "5000", "--workers", "2", "--out", str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        try:
+            deadline = time.monotonic() + 60
+            while not (tmp_path / "run" / "metrics.jsonl").exists():
+                assert time.monotonic() < deadline and job.poll() is None
+                time.sleep(0.05)
+            workers = [_worker_process(job.pid, rank) for rank in range(2)]
+            job.send_signal(signal.SIGINT)
+            _, errors = job.communicate(timeout=30)
+        finally:
+            job.kill()
+    assert job.returncode == 130
+    assert errors == "thinwire: error: stopped by Ctrl-C; finished checkpoints are kept\n"
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+
+
+def test_under_torchrun_it_joins_the_job(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    joined, started = tmp_path / "joined", tmp_path / "started"
+    thinwire("train", "--algorithm", "local-adam", *QUICK, "--out", joined, launcher=launcher)
+    thinwire("train", "--algorithm", "local-adam", *QUICK, "--out", started)
+    assert summary(joined)["workers"] == 2
+    assert summary(joined)["val_loss"] == summary(started)["val_loss"]
+    again = thinwire("train", "--algorithm", "local-adam", *QUICK, "--out", joined, launcher=launcher, check=False)
+    assert again.returncode != 0
+    assert "already holds this run" in again.stderr
+
+
+def test_resume_with_another_number_of_workers_says_what_was_re_initialised(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    thinwire("train", "--algorithm", "diloco", *QUICK, "--workers", 2, "--checkpoint-every", 20, "--out", out)
+    done = thinwire("train", "--resume", "--out", out, "--workers", 3, "--steps", 80)
+    assert "resumed from step 40" in done.stdout
+    assert "re-initialised, since it was each worker's own: the inner optimizer's state" in " ".join(done.stdout.split())
+    assert summary(out)["workers"] == 3
+    assert summary(out)["step"] == 80
+
+
+def test_sharded_workers_end_like_whole_ones(tmp_path: Path) -> None:
+    settings = ["--algorithm", "diloco", "--batch", 1, "--steps", 12, "--H", 4, "--eval-every", 5, "--checkpoint-every", 6]
+    thinwire("train", *settings, "--workers", 2, "--out", tmp_path / "whole")
+    thinwire("train", *settings, "--workers", 2, "--shards", 2, "--out", tmp_path / "sharded")
+    whole, sharded = summary(tmp_path / "whole"), summary(tmp_path / "sharded")
+    assert sharded["val_loss"] == pytest.approx(whole["val_loss"], abs=1e-5)
+    assert sharded["sent"] == pytest.approx(whole["sent"] / 2, rel=0.01), "each process sends its shard only"
+
+
+def test_ddp_and_data_parallel_and_the_simulator_agree(tmp_path: Path) -> None:
+    settings = ["--task", "gpt-nano", "--batch", "1", "--steps", "10", "--workers", "2", "--eval-every", "0"]
+    losses = {}
+    for command, algorithm in (("train", "ddp"), ("train", "data-parallel"), ("sim", "ddp")):
+        out = tmp_path / f"{command}-{algorithm}"
+        thinwire(command, "--algorithm", algorithm, *settings, "--out", out)
+        losses[command, algorithm] = summary(out)["val_loss"]
+    first = losses["train", "ddp"]
+    assert losses == {key: pytest.approx(first, abs=1e-6) for key in losses}
+
+
+def test_sim_reports_the_time_that_the_network_would_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    network = ["--bandwidth", "1mbit", "--latency", "20ms", "--step-time", "10ms"]
+    with pytest.raises(SystemExit) as ended:
+        main(["sim", "--algorithm", "ddp", "--task", "quadratic", "--steps", "10", *network, "--out", str(tmp_path / "run")])
+    assert ended.value.code == 0
+    figures = summary(tmp_path / "run")
+    P, T, M = figures["parameters"], 3, 2
+    message = 4 * (P + T + M)
+    digest = 32  # the handshake before the first round
+    per_step = 2 * (M - 1) * 0.02 + 2 * message * (M - 1) / M * 8 / 1e6
+    handshake = (M - 1) * 0.02 + digest * 8 / 1e6
+    assert figures["simulated_seconds"] == pytest.approx(10 * (0.01 + per_step) + handshake, rel=1e-6)
+    assert "simulated time" in capsys.readouterr().out
+    assert figures["simulated"] is True
+
+
+def test_sim_is_the_same_bit_for_bit_from_run_to_run(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with pytest.raises(SystemExit):
+            main(["sim", "--algorithm", "diloco", *QUICK, "--workers", "5", "--step-time", "1ms", "--out", str(tmp_path / name)])
+    assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
+
+
+def test_non_iid_images_on_the_cnn_learn(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(
+            ["sim", "--algorithm", "diloco", "--task", "cnn-digits", "--workers", "3", "--non-iid", "0.5", "--steps", "120"]
+            + ["--H", "10", "--eval-every", "0", "--step-time", "1ms", "--out", str(tmp_path / "run")]
+        )
+    assert ended.value.code == 0
+    assert summary(tmp_path / "run")["val_accuracy"] > 0.8
+
+
+def test_the_learning_rate_is_a_pure_function_of_the_step() -> None:
+    config = RunConfig(lr=1.0, lr_warmup=10, lr_final=0.1, steps=110)
+    assert config.lr_at(1) == pytest.approx(0.1)
+    assert config.lr_at(10) == 1.0
+    assert config.lr_at(60) == pytest.approx(0.55)
+    assert config.lr_at(110) == pytest.approx(0.1)
+    assert RunConfig(lr=1.0, lr_warmup=0, lr_final=1.0).lr_at(250) == 1.0

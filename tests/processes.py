@@ -38,7 +38,7 @@ def join_job(rank: int, size: int, port: int, timeout: float = LIMIT) -> None:
     )
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    connect(timeout=timeout)
+    connect(backend="gloo", timeout=timeout)
 
 
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:

@@ -16,8 +16,9 @@ from tests.processes import Pool
 from thinwire.codecs import WIRE_DTYPES, Dense
 from thinwire.errors import Diverged, FingerprintMismatch, NonFiniteRound
 from thinwire.exchange import average, compare_replicas, handshake, hash_tensors, post_average
-from thinwire.links import Link, Metered, SoloLink
-from thinwire.network import Network
+from thinwire.links import Link, LinkDecorator, Metered, SoloLink, Ticket
+from thinwire.network import Network, Op
+from thinwire.payload import Payload
 from thinwire.sim import World
 
 calm = settings(deadline=None, database=None, derandomize=True)
@@ -283,9 +284,14 @@ def test_a_sum_that_the_wire_cannot_hold_is_nobodys_fault() -> None:
     for error in errors:
         assert isinstance(error, NonFiniteRound)
         assert error.culprits == ()
+        assert "round 5 refused on all 2 workers" in str(error)
         assert "overflow" in str(error)
         assert "rank" not in str(error)
-        assert "contribution of the sum" not in str(error), "every contribution was finite: the message must not say otherwise"
+
+
+def test_the_message_of_an_overflow_blames_no_contribution() -> None:
+    for error in refused(2, Dense("fp16"), lambda rank: torch.tensor([6e4])):
+        assert "in the contribution of" not in str(error), "every contribution was finite"
 
 
 def test_gathered_values_are_added_in_float32_and_do_not_overflow() -> None:
@@ -307,6 +313,22 @@ def test_alone_a_nan_is_refused_too(gather: bool) -> None:
     with pytest.raises(NonFiniteRound, match="rank 0") as caught:
         average(SoloLink(), Dense(gather=gather), [torch.tensor([1.0, math.nan])])
     assert caught.value.culprits == (0,)
+
+
+class Spy(LinkDecorator):
+    """Keeps a copy of every message that is posted."""
+
+    def post(self, payload: Payload, op: Op) -> Ticket:
+        self.posted = payload.data.clone()
+        return self.link.post(payload, op)
+
+
+def test_a_bad_contribution_to_a_mean_stays_at_home() -> None:
+    """A NaN on the wire would poison what a ring adds up on the way; zeros and a raised flag travel instead."""
+    spy = Spy(SoloLink())
+    bad = torch.tensor([1.0, math.nan, 3.0])
+    assert isinstance(error_of(lambda: average(spy, Dense(), [bad])), NonFiniteRound)
+    assert spy.posted.tolist() == [0, 0, 0, 1]
 
 
 def test_a_refused_round_costs_no_second_exchange() -> None:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from thinwire.codecs import Codec, Dense
 from thinwire.errors import CheckpointError, ConfigError, Diverged, NonFiniteRound, RoundAborted, check_choice
-from thinwire.exchange import average, compare_replicas, handshake, hash_tensors
+from thinwire.exchange import average, compare_replicas, handshake, hash_tensors, message_nbytes
 from thinwire.links.base import Link
 from thinwire.links.shards import Shards, local, reshard
 from thinwire.payload import all_finite
@@ -135,9 +135,13 @@ class Algorithm(Optimizer):
         self.link.commit()
         self._set_counter("thinwire_synced", self.steps)
 
+    def message(self) -> list[Tensor]:
+        """Tensors shaped like those that one full round averages; by default one value per parameter."""
+        return self.params()
+
     def message_nbytes(self) -> int:
         """Length in bytes of one worker's message of one full round: the formula of the method's docs, as code."""
-        raise NotImplementedError
+        return message_nbytes(self.link, self.codec, self.message())
 
     def restore(self) -> None:
         """Go back to the last agreed state; nothing to do where workers never leave it."""
@@ -180,6 +184,7 @@ class Algorithm(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
+            self._greet()
             self._refuse_frozen_gradients()
             self._unscale_gradients()
             self._set_counter("thinwire_step", self.steps + 1)
@@ -227,9 +232,6 @@ class Algorithm(Optimizer):
             _overwrite(self.params(), mine, model)
 
     def _round(self) -> None:
-        if not self._greeted:
-            handshake(self.link, self.fingerprint())
-            self._greeted = True
         self._set_counter("thinwire_round", self.rounds + 1)
         try:
             self.update()
@@ -251,6 +253,12 @@ class Algorithm(Optimizer):
             self.restore()
 
     # --- Gates ---------------------------------------------------------------------------------------------------------------
+
+    def _greet(self) -> None:
+        """Compare fingerprints once, at the first step: a wrong setting is found before H steps are spent on it."""
+        if not self._greeted:
+            handshake(self.link, self.fingerprint())
+            self._greeted = True
 
     def fingerprint(self) -> dict[str, object]:
         """All that must agree on every worker; the shapes are those of this process's shards."""

@@ -81,6 +81,11 @@ def post_average(
     return PendingAverage(link, codec, [torch.empty_like(t, device="meta") for t in tensors], round, ticket, sent, any_shard)
 
 
+def message_nbytes(link: Link, codec: Codec, tensors: Sequence[Tensor]) -> int:
+    """Length in bytes of the message that `average` would send, with what it adds to tell a bad contribution."""
+    return codec.nbytes([*tensors, _status(link, "meta")]) if codec.linear else codec.nbytes(tensors) + 1
+
+
 @dataclass
 class PendingAverage:
     """An average under way."""

@@ -148,7 +148,7 @@ def test_wrong_objects_are_refused_by_name() -> None:
     params = list(model_of().parameters())
     with pytest.raises(ConfigError, match=r"must be a torch.optim.Optimizer, got list"):
         thinwire.DiLoCo(params, SoloLink())  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="must be a thinwire Link .* got NoneType"):
+    with pytest.raises(ConfigError, match=r"must be a thinwire Link .* got NoneType"):
         thinwire.DiLoCo(sgd(params), None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="cannot be the inner optimizer of DiLoCo"):
         thinwire.DiLoCo(thinwire.DataParallel(sgd(params), SoloLink()), SoloLink())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import inspect
+import io
 import logging
 from pathlib import Path
 
@@ -309,19 +309,21 @@ def test_simulator_equals_real_processes(name: str, size: int, dtype: torch.dtyp
                 assert_close(a, b, 1e-6 if dtype == torch.float32 else 2e-2)
 
 
-def _bytes_of_rounds(link: thinwire.Link, name: str) -> tuple[list, int]:
+def _bytes_of_rounds(link: thinwire.Link, name: str, gather: bool) -> tuple[list, int]:
     model, metered = model_of(), Metered(link)
-    opt = build(name, model.parameters(), metered)
+    opt = build(name, model.parameters(), metered, codec=Dense(gather=gather))
     train(model, opt, link.rank, 2 * H)
     return [e for e in metered.meter.recent if e.purpose == "round"], opt.message_nbytes()
 
 
 @every
+@pytest.mark.parametrize("gather", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_metered_bytes_equal_the_formula(name: str, size: int, pool: Pool) -> None:
-    habitats = [World(size).run(lambda link: _bytes_of_rounds(link, name))]
-    if size > 1:
-        habitats.append(pool.run(_bytes_of_rounds, size, name))
+def test_metered_bytes_equal_the_formula(name: str, size: int, gather: bool, pool: Pool) -> None:
+    habitats = [
+        World(size).run(lambda link: _bytes_of_rounds(link, name, gather)),
+        pool.run(_bytes_of_rounds, size, name, gather),
+    ]
     for workers in habitats:
         for rank, (rounds, expected) in enumerate(workers):
             assert len(rounds) >= 2

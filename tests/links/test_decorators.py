@@ -378,6 +378,14 @@ def test_the_round_that_was_waited_for_is_the_one_that_commits() -> None:
         flaky.commit()
 
 
+def test_a_round_that_nobody_waits_for_keeps_its_number() -> None:
+    flaky = Flaky(SoloLink(), {2})
+    _, second = (flaky.post(message(4), "mean") for _ in range(2))
+    second.wait()
+    with pytest.raises(RoundAborted, match="round 2"):
+        flaky.commit()
+
+
 def test_an_abort_in_the_exchange_comes_with_the_wait_of_that_round() -> None:
     flaky = Flaky(SoloLink(), {1}, at="exchange")
     first, second = (flaky.post(message(4, v), "mean") for v in (1.0, 2.0))

@@ -359,7 +359,7 @@ def _hit_by(rank: int, signal_: int, victim: int, members: list[int] | None, tim
 
 
 def _killed(rank: int, victim: int) -> tuple[dict[str, Any], dict[str, Any]] | str:
-    """The loss as it shows on the link, and then in a collective that is not the link's, as DDP or a checkpoint would run it."""
+    """The loss as it shows on the link, and then in a collective that is not the link's, as DDP would run it."""
     report = _hit_by(rank, signal.SIGKILL, victim, None, 30.0)
     link = TorchLink(timeout=30.0)
     try:

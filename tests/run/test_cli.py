@@ -45,7 +45,10 @@ def test_version_and_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["trian"], "unknown command 'trian' (did you mean 'train'?): choose from demo, train, sim"),
-        (["train", "--algorithm", "dilocoo"], "unknown algorithm 'dilocoo' (did you mean 'diloco'?): choose from data-parallel"),
+        (
+            ["train", "--algorithm", "dilocoo"],
+            "unknown algorithm 'dilocoo' (did you mean 'diloco'?): choose from data-parallel",
+        ),
         (["sim", "--algorithm=nope"], "unknown algorithm 'nope': choose from"),
         (["train", "--H", "-3"], "H must be a whole number of at least 1, got -3"),
         (["train", "--H", "0"], "H must be a whole number of at least 1, got 0"),
@@ -68,7 +71,9 @@ def test_version_and_no_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--bandwidth", "none"], "bandwidth must look like"),
     ],
 )
-def test_a_mistake_is_one_line_with_what_is_allowed(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_line_with_what_is_allowed(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, err = call(capsys, *arguments)
     assert code == 2
     assert out == ""
@@ -94,6 +99,12 @@ def test_workers_that_do_not_fit_the_torchrun_job(capsys: pytest.CaptureFixture[
     code, _, err = call(capsys, "train", "--workers", "3")
     assert code == 2
     assert "--workers 3 does not fit this torchrun job, which has 4 workers" in err
+
+
+def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, _, err = call(capsys, "train", "--device", "cuda")
+    assert (code, err) == (2, "thinwire: error: --device cuda: torch finds no GPU on this machine\n")
 
 
 def test_unknown_flags_and_values_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,8 +66,8 @@ def test_the_main_job_writes_everything_a_person_needs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("algorithm", ["diloco", "ddp"])
 def test_a_killed_worker_is_named_and_resume_ends_as_if_nothing_had_happened(algorithm: str, tmp_path: Path) -> None:
-    settings = ["--algorithm", algorithm, "--task", "gpt-nano", "--batch", "1", "--steps", "60", "--eval-every", "0"]
-    settings += ["--workers", "3", "--checkpoint-every", "10"] + (["--H", "5"] if algorithm == "diloco" else [])
+    settings = ["--algorithm", algorithm, "--task", "gpt-nano", "--batch", "1", "--steps", "36", "--eval-every", "0"]
+    settings += ["--workers", "3", "--checkpoint-every", "6"] + (["--H", "5"] if algorithm == "diloco" else [])
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     thinwire("train", *settings, "--out", straight)
 
@@ -189,15 +189,31 @@ def test_sim_reports_the_time_that_the_network_would_take(tmp_path: Path, capsys
 def test_sim_is_the_same_bit_for_bit_from_run_to_run(tmp_path: Path) -> None:
     for name in ("a", "b"):
         with pytest.raises(SystemExit):
-            main(["sim", "--algorithm", "diloco", *QUICK, "--workers", "5", "--step-time", "1ms", "--out", str(tmp_path / name)])
+            main(
+                ["sim", "--algorithm", "diloco", *QUICK, "--workers", "5", "--step-time", "1ms", "--out", str(tmp_path / name)]
+            )
     assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
 
 
 def test_non_iid_images_on_the_cnn_learn(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         main(
-            ["sim", "--algorithm", "diloco", "--task", "cnn-digits", "--workers", "3", "--non-iid", "0.5", "--steps", "120"]
-            + ["--H", "10", "--eval-every", "0", "--step-time", "1ms", "--out", str(tmp_path / "run")]
+            [
+                "sim",
+                "--algorithm",
+                "diloco",
+                "--task",
+                "cnn-digits",
+                "--workers",
+                "3",
+                "--non-iid",
+                "0.5",
+                "--steps",
+                "120",
+                "--H",
+                "10",
+            ]
+            + f"--eval-every 0 --step-time 1ms --out {tmp_path / 'run'}".split()
         )
     assert ended.value.code == 0
     assert summary(tmp_path / "run")["val_accuracy"] > 0.8

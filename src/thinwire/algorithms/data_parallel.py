@@ -47,9 +47,9 @@ class DataParallel(Wrapper):
         """Wrap `inner`."""
         super().__init__(inner, link, codec=codec, **policy)
 
-    def message_nbytes(self) -> int:
-        """N = b (P + T + M)."""
-        return self.codec.nbytes([*self.params(), torch.empty(len(self._active)), torch.empty(self.link.size)])
+    def message(self) -> list[Tensor]:
+        """The gradients, and one number per tensor."""
+        return [*self.params(), torch.empty(len(self._active))]
 
     def local(self) -> None:
         """Nothing: workers never act alone."""

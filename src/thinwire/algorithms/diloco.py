@@ -72,10 +72,6 @@ class DiLoCo(Wrapper):
         super().__init__(inner, link, H=H, codec=codec, slots=slots, settings=settings, **policy)
         self.outer_lr, self.outer_momentum, self.nesterov = outer_lr, outer_momentum, nesterov
 
-    def message_nbytes(self) -> int:
-        """N = b (P + M)."""
-        return self.codec.nbytes([*self.params(), torch.empty(self.link.size)])
-
     def update(self) -> None:
         """One round: the outer step."""
         x, a, m = self.params(), self.slot("anchor"), self.slot("momentum")

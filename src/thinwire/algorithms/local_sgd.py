@@ -70,16 +70,15 @@ class LocalSGD(Wrapper):
                     "use a dense codec at least as wide, or DiLoCo(outer_lr=1, outer_momentum=0), which sends differences"
                 )
 
-    def message_nbytes(self) -> int:
-        """N = b (P (1 + S) + M)."""
-        return self.codec.nbytes([*self.params(), *self._moments(), torch.empty(self.link.size)])
+    def message(self) -> list[Tensor]:
+        """The parameters, and the moments where they are averaged too."""
+        return [*self.params(), *self._moments()]
 
     def update(self) -> None:
         """One round: everyone takes the mean."""
-        x = self.params()
-        mean, _ = self.average([*x, *self._moments()])  # mean_i x_i, mean_i s_i
+        mean, _ = self.average(self.message())  # mean_i x_i, mean_i s_i
         self.commit()
-        for mine, agreed in zip([*x, *self._moments()], mean, strict=True):
+        for mine, agreed in zip(self.message(), mean, strict=True):
             mine.copy_(agreed)
         for anchor, agreed in zip(self.slot("anchor"), mean, strict=False):
             anchor.copy_(agreed)

@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations as types.
 
-import logging
 from collections.abc import Callable
 
 import torch
@@ -13,9 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.errors import ConfigError
 from thinwire.links.metered import Exchange, Metered
 from thinwire.links.torch import TorchLink
-from thinwire.payload import all_finite
-
-log = logging.getLogger("thinwire")
+from thinwire.payload import Payload, all_finite
 
 
 class MeteredDDP:
@@ -33,6 +30,7 @@ class MeteredDDP:
         self.link, self._group = link, link.link.group
         self._launched = 0.0
         self._nbytes = 0
+        self._mine_is_bad = False
         self.module = DistributedDataParallel(model, process_group=self._group)
         self.module.register_comm_hook(None, self._hook)
 
@@ -53,22 +51,31 @@ class MeteredDDP:
         with torch.no_grad():
             for buffer, saved in zip(self.module.buffers(), buffers, strict=True):
                 buffer.copy_(saved)
-        self._nbytes = 0
+        self._nbytes, self._mine_is_bad = 0, False
 
     def _hook(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's default all-reduce, plus the count; called when a bucket of gradients is ready."""
         buffer = bucket.buffer()
-        if not all_finite([buffer]):
-            log.warning("rank %d: NaN or Inf in the gradient, before DDP averages it", self.link.rank)
+        self._mine_is_bad |= not all_finite([buffer])
         self._nbytes += buffer.numel() * buffer.element_size()
         work = dist.all_reduce(buffer.div_(self.link.size), group=self._group, async_op=True)
         assert work is not None
         self._launched = self.link.now()
         return work.get_future().then(lambda future: future.value()[0])
 
-    def backward_done(self) -> None:
-        """Book the step's bytes, and as waiting the time that backward spent after it had launched its last bucket."""
+    def backward_done(self) -> list[int]:
+        """Book the step's bytes, and as waiting the time that backward spent after it had launched its last bucket.
+
+        Returns:
+            The ranks that contributed NaN or Inf, the same list on every worker. They are asked for only when the averaged
+            gradient is not finite, which all workers see alike.
+        """
         waited = self.link.now() - self._launched
         sent, received = self.link.traffic("mean", [self._nbytes] * self.link.size)
         self.link.meter.add(Exchange("round", "mean", self._nbytes, sent, received, waited))
-        self._nbytes = 0
+        bad = self._mine_is_bad
+        self._nbytes, self._mine_is_bad = 0, False
+        if all_finite(p.grad for p in self.module.parameters() if p.grad is not None):
+            return []
+        answers = self.link.all_gather(Payload.of_bytes(bytes([bad]), purpose="culprits", fixed=True))
+        return [rank for rank, answer in enumerate(answers) if answer.to_bytes() == b"\x01"]

@@ -27,12 +27,12 @@ def worker_count(shards: int) -> int | None:
     return processes // shards
 
 
-def make_mesh(*, workers: int, shards: int) -> DeviceMesh:
+def make_mesh(*, workers: int, shards: int, device: str = "cpu") -> DeviceMesh:
     """The mesh of all processes with the axes "replicate" (workers, slow) and "shard" (inside a worker, fast)."""
     processes = dist.get_world_size()
     if workers * shards != processes:
         raise ConfigError(f"{workers} workers of {shards} shards need {workers * shards} processes, there are {processes}")
-    return init_device_mesh("cpu", (workers, shards), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device, (workers, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -54,6 +54,8 @@ class TorchLink(Link):
         self.group, self.timeout = group, timeout
         self.round = 0
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        # NCCL moves nothing but GPU memory; small control messages are made on the CPU.
+        self._device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
         self._failure: LinkError | None = None
         self._heartbeat = Heartbeat.start() if self._size > 1 else None
 
@@ -73,6 +75,8 @@ class TorchLink(Link):
             raise LinkError(f"this link is broken since: {self._failure}", lost=self._failure.lost)
         if payload.purpose == "round":
             self.round += 1
+        if self._device is not None:
+            payload = payload.like(payload.data.to(self._device))  # does nothing to what is there already
         return _TorchTicket(self, payload, op)
 
     @contextlib.contextmanager
@@ -177,20 +181,22 @@ class _TorchTicket(Ticket):
         return [self.payload.like(part[:n]) for part, n in zip(self.parts, lengths, strict=True)]
 
 
-def connect(*, backend: str = "gloo", timeout: float = 600.0) -> Link:
+def connect(*, backend: str | None = None, timeout: float = 600.0) -> Link:
     """The link of this process: joins the job that torchrun or `thinwire train` started, or stands alone.
 
     Under torchrun (or any launcher that sets RANK and WORLD_SIZE) the default process group is made if it is not there
     yet. Without one, a `SoloLink` is returned, so that the same script runs on one process.
 
     Args:
-        backend: "gloo" or "nccl", used only where the process group has to be made.
+        backend: "gloo" or "nccl", used only where the process group has to be made; by default NCCL where torch finds GPUs
+            (each process should have chosen its own with torch.cuda.set_device), gloo elsewhere.
         timeout: seconds that any wait may take.
     """
     if dist.is_initialized():
         return TorchLink(timeout=timeout)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return SoloLink()
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     return TorchLink(timeout=timeout)
 

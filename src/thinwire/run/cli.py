@@ -137,10 +137,10 @@ def _train(arguments: list[str]) -> int:
 
 def _join(config: RunConfig, place: TrainPlace, timeout: float) -> int:
     """Be one worker of the torchrun job that this process is in."""
-    from thinwire.links import connect, disconnect
-    from thinwire.run.worker import work
+    from thinwire.links import disconnect
+    from thinwire.run.worker import join, work
 
-    link = connect(timeout=timeout)
+    link = join(config, timeout=timeout)
     folder = _agree_on_folder(config, place, link)
     work(config, folder, link, resume=place.resume, checkpoint_every=place.checkpoint_every)
     if link.rank == 0:
@@ -204,8 +204,9 @@ def _rehearse(config: RunConfig) -> None:
     import torch
 
     from thinwire.links import SoloLink
-    from thinwire.run.train import optimizer_of, task_of
+    from thinwire.run.train import device_of, optimizer_of, task_of
 
+    device_of(config)
     task_of(config, config.workers or 2)
     optimizer_of(config, torch.nn.Linear(2, 2), SoloLink())
 

@@ -26,6 +26,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 Inner = Literal["adamw", "adam", "sgd", "momentum"]
+Device = Literal["auto", "cpu", "cuda"]
 Wire = Literal["fp32", "bf16", "fp16"]
 
 
@@ -61,6 +62,8 @@ class RunConfig:
     """A text file or folder of text for gpt tasks; the folder of an image set."""
     non_iid: float | None = None
     """How far the workers' data differ; by default not at all. See `thinwire tasks`."""
+    device: Device = "auto"
+    """Where to compute: auto takes GPUs where torch finds them."""
     wire: Wire = "fp32"
     """Number format of dense messages."""
     eval_every: int = 50

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +17,8 @@ from torch.optim import Optimizer
 from thinwire.algorithm import Algorithm, Wrapper
 from thinwire.algorithms import found
 from thinwire.codecs import Dense
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, NonFiniteRound
+from thinwire.exchange import handshake
 from thinwire.links import Link, Metered, SoloLink, TorchLink
 from thinwire.links.ddp import MeteredDDP
 from thinwire.payload import Payload
@@ -23,6 +26,8 @@ from thinwire.run import checkpoint
 from thinwire.run.config import RunConfig, resolve_algorithm
 from thinwire.tasks import make_task
 from thinwire.tasks.task import Task
+
+log = logging.getLogger("thinwire")
 
 INNER: dict[str, Callable[[Any, RunConfig], Optimizer]] = {
     "adamw": lambda p, c: torch.optim.AdamW(p, lr=c.lr, weight_decay=c.weight_decay),
@@ -92,7 +97,7 @@ class Trainer:
         """Build everything; the wire is not used yet."""
         self.config, self.link = config, Metered(link)
         self.task = task or task_of(config, link.size)
-        self.model = self.task.model()
+        self.model = self.task.model().to(device_of(config))
         if shard is not None:
             self.model = shard(self.model)
         # torch's own DDP where it can be had, so that nobody can say that the baseline was weak.
@@ -112,6 +117,8 @@ class Trainer:
             checkpoint_every: steps between two checkpoints; 0 saves none.
         """
         config = self.config
+        if self.ddp:  # its exchanges do not pass through our gates
+            handshake(self.link.link, self.optimizer.fingerprint())
         progress = self._progress(float("nan"))
         self._start_clock()
         for step in range(self.step + 1, config.steps + 1):
@@ -139,11 +146,24 @@ class Trainer:
         batch = self.task.batch(self.link.rank, step)
         loss = self.task.loss(self.ddp.module if self.ddp else self.model, batch)
         loss.backward()
-        if self.ddp:
-            self.ddp.backward_done()
+        if self.ddp and (culprits := self.ddp.backward_done()):
+            self._refuse(culprits)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
+
+    def _refuse(self, culprits: list[int]) -> None:
+        """What the finite gate does for every other method: DDP has averaged a NaN, so nobody takes this step."""
+        names = ", ".join(f"rank {r}" for r in culprits)
+        refusal = NonFiniteRound(
+            f"step {self.step} refused on all {self.link.size} workers: NaN or Inf in the contribution of {names}",
+            culprits=culprits,
+        )
+        if self.optimizer.on_nonfinite == "raise":
+            raise refusal
+        log.warning("%s", refusal)
+        self.optimizer.aborted_rounds += 1
+        self.optimizer.zero_grad()  # without gradients the step that follows changes nothing but its number
 
     def evaluate(self) -> dict[str, float]:
         """Figures of the shared model, computed by worker 0 and told to all; not metered."""
@@ -186,6 +206,15 @@ class Trainer:
     def _stop_clock(self) -> None:
         self.seconds += self.link.now() - self._before
         self._before = -1.0
+
+
+def device_of(config: RunConfig) -> torch.device:
+    """Where this worker computes: its own GPU, or the CPU."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no GPU on this machine")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def task_of(config: RunConfig, workers: int) -> Task:

@@ -24,9 +24,17 @@ from thinwire.links import Link, SoloLink, TorchLink, connect, disconnect
 from thinwire.links.mesh import make_mesh, shard_model
 from thinwire.run.config import RunConfig, read_run_toml
 from thinwire.run.display import Display, MetricsFile
-from thinwire.run.train import Progress, Trainer
+from thinwire.run.train import Progress, Trainer, device_of
 
 EXIT_FAILED = 3  # this worker met an error it could name; anything else is a crash
+
+
+def join(config: RunConfig, *, timeout: float) -> Link:
+    """Choose this process's device and join the job."""
+    device = device_of(config)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return connect(backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
 
 
 def work(config: RunConfig, folder: Path, link: Link, *, resume: bool, checkpoint_every: int) -> Progress:
@@ -47,7 +55,7 @@ def _work(config: RunConfig, folder: Path, link: Link, resume: bool, checkpoint_
     first = link.rank == 0
     shard = None
     if config.shards > 1:
-        mesh = make_mesh(workers=link.size // config.shards, shards=config.shards)
+        mesh = make_mesh(workers=link.size // config.shards, shards=config.shards, device=device_of(config).type)
         shard = partial(shard_model, mesh=mesh)
         link = TorchLink(mesh["replicate"], timeout=link.timeout) if isinstance(link, TorchLink) else link
     trainer = Trainer(config, link, shard=shard)
@@ -108,7 +116,7 @@ def main() -> None:
         logging.getLogger("thinwire").addHandler(handler)
     try:
         config = read_run_toml(folder / "run.toml")
-        link = connect(timeout=float(os.environ["THINWIRE_TIMEOUT"]))
+        link = join(config, timeout=float(os.environ["THINWIRE_TIMEOUT"]))
         work(
             config,
             folder,

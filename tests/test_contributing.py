@@ -1,0 +1,31 @@
+"""The example in CONTRIBUTING.md is admitted by the conformance suite, found there by itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_example_algorithm_passes_the_conformance_suite(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
+    algorithm, test = blocks
+    assert len([line for line in algorithm.splitlines() if line.strip()]) <= 35, "the example is short"
+    shutil.copytree(ROOT / "src" / "thinwire", tmp_path / "thinwire", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "thinwire" / "algorithms" / "lookahead.py").write_text(algorithm)
+    tests = tmp_path / "test_lookahead.py"
+    tests.write_text(f"from tests.algorithms.test_identities import all_close, run\n\n\n{test}")
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "lookahead", "--no-header", "-p", "no:cacheprovider"]
+    command += [str(ROOT / "tests" / "conformance"), str(tests), "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
+    # The copy comes first on the path; the installed package is the same but for the new file.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) > 40, done.stdout[-500:]
+    assert "failed" not in done.stdout and "skipped" not in done.stdout

@@ -196,25 +196,9 @@ def test_sim_is_the_same_bit_for_bit_from_run_to_run(tmp_path: Path) -> None:
 
 
 def test_non_iid_images_on_the_cnn_learn(tmp_path: Path) -> None:
+    flags = "--algorithm diloco --task cnn-digits --workers 3 --non-iid 0.5 --steps 120 --H 10 --eval-every 0 --step-time 1ms"
     with pytest.raises(SystemExit) as ended:
-        main(
-            [
-                "sim",
-                "--algorithm",
-                "diloco",
-                "--task",
-                "cnn-digits",
-                "--workers",
-                "3",
-                "--non-iid",
-                "0.5",
-                "--steps",
-                "120",
-                "--H",
-                "10",
-            ]
-            + f"--eval-every 0 --step-time 1ms --out {tmp_path / 'run'}".split()
-        )
+        main(["sim", *flags.split(), "--out", str(tmp_path / "run")])
     assert ended.value.code == 0
     assert summary(tmp_path / "run")["val_accuracy"] > 0.8
 

@@ -54,13 +54,14 @@ def _poisoned_run(link: Link, algorithm: str, on_nonfinite: str) -> tuple:
     logging.getLogger("thinwire").addHandler(heard)
     task = Poisoned(rank=link.rank, bad_rank=1, bad_step=20, workers=link.size)
     trainer = Trainer(config, link, task=task)
+    start = trainer.evaluate()["loss"]
     try:
         trainer.run(_nobody)
     except NonFiniteRound as refusal:
         return "raised", str(refusal), [], 0
     finally:
         logging.getLogger("thinwire").removeHandler(heard)
-    return snapshot(trainer.model), trainer.optimizer.steps, heard.messages, trainer.evaluate()["loss"]
+    return snapshot(trainer.model), trainer.optimizer.steps, heard.messages, trainer.evaluate()["loss"] / start
 
 
 @pytest.mark.parametrize("algorithm", ["ddp", "data-parallel", "diloco", "local-sgd"])
@@ -70,11 +71,11 @@ def test_a_nan_at_step_20_of_40_on_real_processes(algorithm: str, pool: Pool) ->
     said = [message for *_, messages, _ in results for message in messages]
     assert said
     assert all("rank 1" in message and "NaN or Inf" in message for message in said)
-    for params, steps, _, loss in results:
+    for params, steps, _, remains in results:
         assert steps == 40
         assert all(bool(torch.isfinite(p).all()) for p in params)
         assert_same(params, results[0][0])
-        assert loss < 0.5
+        assert remains < 0.9, "it learned"
 
 
 def test_torchs_ddp_raises_on_all_workers_when_asked_to(pool: Pool) -> None:

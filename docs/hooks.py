@@ -1,9 +1,11 @@
-"""Fail the docs build on a public name that has no docstring, or that no page of the API reference shows.
+"""Fail the docs build on a public name that has no docstring or is not in the API reference, and on examples that have changed.
 
 The public names are the `__all__` of the packages, and the public classes and functions of the modules, listed below. A name
 counts as shown when the HTML of a page under api/ has an anchor for it, under any of the names it can be imported by: that is
 what a `::: dotted.name` block, or the block of its module, leaves behind. Constants cannot carry a docstring, so they only have
 to be shown.
+
+A code block with the title of a file must be a part of that file, word for word, so that what the pages show can be run.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import logging
 import re
 import sys
 from pathlib import Path
@@ -39,11 +42,22 @@ _shown: set[str] = set()
 
 def on_config(config: MkDocsConfig) -> None:
     """Import the library from this checkout, and check the docstrings before anything is rendered."""
+    # `--quiet` hides warnings from `--strict` too, and broken links are warnings: only what is below a warning may be hidden.
+    log = logging.getLogger("mkdocs")
+    log.setLevel(min(log.level, logging.WARNING))
     sys.path.insert(0, str(Path(config.config_file_path).parent / "src"))
     _shown.clear()
     silent = sorted(_undocumented())
     if silent:
         raise PluginError(f"{len(silent)} public names have no docstring: {', '.join(silent)}")
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: object) -> None:
+    """Compare code blocks that name a file with the file."""
+    root = Path(config.config_file_path).parent
+    for path, code in re.findall(r'^```python title="([^"]+)".*\n((?:.*\n)*?)```$', markdown, re.M):
+        if not (root / path).is_file() or code.strip("\n") not in (root / path).read_text():
+            raise PluginError(f"{page.file.src_uri} shows code that is not in {path}")
 
 
 def on_page_content(html: str, page: Page, **_: object) -> None:

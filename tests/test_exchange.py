@@ -393,7 +393,7 @@ def test_equal_settings_pass_in_any_order(size: int) -> None:
         ({"shapes": [[3], [5]]}, "shapes[0] has 2 entries on rank 0 and 1 on rank 2"),
         ({"shapes": "none"}, "shapes is [[3, 4], [5]] on rank 0 and 'none' on rank 2"),
         ({"dtype": torch.bfloat16}, "dtype is 'torch.float32' on rank 0 and 'torch.bfloat16' on rank 2"),
-        ({"extra": 7}, "extra is None on rank 0 and 7 on rank 2"),
+        ({"extra": 7}, "extra is missing on rank 0 and 7 on rank 2"),
         ({"lr": None}, "lr is 0.1 on rank 0 and None on rank 2"),
     ],
     ids=["value", "nested", "in a list", "list length", "inner list length", "kind", "not json", "new key", "None"],
@@ -410,7 +410,7 @@ def test_a_key_that_is_missing_is_named() -> None:
     without = {k: v for k, v in SETTINGS.items() if k != "lr"}
     for error in shaken(SETTINGS, without):
         assert isinstance(error, FingerprintMismatch)
-        assert "lr is 0.1 on rank 0 and None on rank 1" in str(error)
+        assert "lr is 0.1 on rank 0 and missing on rank 1" in str(error)
 
 
 def test_a_key_that_is_missing_differs_from_one_that_is_none() -> None:

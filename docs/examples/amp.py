@@ -11,7 +11,6 @@ def train(link, steps=64):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)).to(device)
     opt = thinwire.DiLoCo(torch.optim.AdamW(model.parameters(), lr=1e-2), link, H=16)
-    # --8<-- [start:amp]
     scaler = torch.amp.GradScaler(device)
     for step in range(steps):
         x = torch.randn(32, 8, generator=torch.Generator().manual_seed(1000 * link.rank + step)).to(device)
@@ -23,7 +22,6 @@ def train(link, steps=64):
         scaler.step(opt)
         scaler.update()
         opt.zero_grad()
-    # --8<-- [end:amp]
     opt.finish()
     return loss.item(), scaler.get_scale()
 

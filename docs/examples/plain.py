@@ -3,7 +3,6 @@
 import torch
 
 
-# --8<-- [start:train]
 def train(steps=800):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
@@ -22,8 +21,6 @@ def train(steps=800):
         x = torch.randn(1000, 8, generator=torch.Generator().manual_seed(0))
         return (model(x) - x.sum(1, keepdim=True)).square().mean().item()
 
-
-# --8<-- [end:train]
 
 if __name__ == "__main__":
     print(f"validation loss {train():.4f}")

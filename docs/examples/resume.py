@@ -9,7 +9,6 @@ import thinwire
 from thinwire.run import checkpoint
 
 
-# --8<-- [start:resume]
 def train(link, folder, steps):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
@@ -30,7 +29,6 @@ def train(link, folder, steps):
         opt.zero_grad()
         if step % 32 == 0:
             checkpoint.save(folder, model, opt, link)  # called by all workers after the same step
-    # --8<-- [end:resume]
     opt.finish()
     with opt.shared_model(), torch.no_grad():
         x = torch.randn(1000, 8, generator=torch.Generator().manual_seed(0))

@@ -1,8 +1,6 @@
 """Two workers of two processes each: FSDP2 shards a worker's model inside, DiLoCo joins the workers outside."""
 
 import torch
-
-# --8<-- [start:sharded]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -27,4 +25,3 @@ with opt.shared_model(model), torch.no_grad():  # give the sharded model, so tha
     x = torch.randn(1000, 8, generator=torch.Generator().manual_seed(0))
     print(f"worker {link.rank} of {link.size}: validation loss {(model(x) - x.sum(1, keepdim=True)).square().mean():.4f}")
 thinwire.disconnect()
-# --8<-- [end:sharded]

@@ -5,7 +5,6 @@ import torch
 import thinwire
 
 
-# --8<-- [start:train]
 def train(link, steps=800):
     torch.manual_seed(0)  # every worker starts from the same weights
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
@@ -29,4 +28,3 @@ if __name__ == "__main__":
     link = thinwire.connect()
     print(f"worker {link.rank} of {link.size}: validation loss {train(link):.4f}")
     thinwire.disconnect()
-# --8<-- [end:train]

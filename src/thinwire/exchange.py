@@ -104,9 +104,10 @@ class PendingAverage:
         mean, culprits = self._mean_on_the_wire(payloads[0]) if self.codec.linear else self._mean_of_all(payloads)
         # The decision must be the same on all shards of all workers, or half a model would take the step.
         if self.any_shard(bool(culprits)):
-            names = ", ".join(f"rank {r}" for r in culprits if r >= 0) or "the sum of all workers overflowed"
+            names = ", ".join(f"rank {r}" for r in culprits if r >= 0)
+            reason = f"NaN or Inf in the contribution of {names}" if names else "the sum of all contributions overflowed"
             raise NonFiniteRound(
-                f"round {self.round} refused on all {self.link.size} workers: NaN or Inf in the contribution of {names}",
+                f"round {self.round} refused on all {self.link.size} workers: {reason}",
                 culprits=[r for r in culprits if r >= 0],
             )
         return mean, self.sent
@@ -185,8 +186,9 @@ def handshake(link: Link, fingerprint: Mapping[str, object]) -> None:
     Raises:
         FingerprintMismatch: on every worker, naming what differs, where, and both values.
     """
-    text = json.dumps({"wire version": WIRE_VERSION, **fingerprint}, default=str)
-    digest = hashlib.sha256(text.encode()).digest()
+    told = {"wire version": WIRE_VERSION, **fingerprint}
+    text = json.dumps(told, default=str)
+    digest = hashlib.sha256(json.dumps(told, default=str, sort_keys=True).encode()).digest()
     digests = link.all_gather(Payload.of_bytes(digest, purpose="handshake", fixed=True))
     if len({d.to_bytes() for d in digests}) == 1:
         return
@@ -197,19 +199,31 @@ def handshake(link: Link, fingerprint: Mapping[str, object]) -> None:
         if differences:
             more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
             raise FingerprintMismatch(f"workers were started differently: {'; '.join(differences[:3])}{more}")
+    raise AssertionError("digests differ, but no setting does")
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "missing"
+
+
+_MISSING = _Missing()
 
 
 def _differences(first: object, other: object, rank: int, name: str = "") -> list[str]:
     """What differs, as sentences, one per leaf."""
     if isinstance(first, dict) and isinstance(other, dict):
         keys = [*first, *(k for k in other if k not in first)]  # in the order of telling: the method before its details
-        return [d for k in keys for d in _differences(first.get(k), other.get(k), rank, f"{name}.{k}" if name else k)]
+        pairs = [(k, first.get(k, _MISSING), other.get(k, _MISSING)) for k in keys]
+        return [d for k, a, b in pairs for d in _differences(a, b, rank, f"{name}.{k}" if name else k)]
     if isinstance(first, list) and isinstance(other, list) and len(first) == len(other):
         pairs = enumerate(zip(first, other, strict=True))
         return [d for i, (a, b) in pairs for d in _differences(a, b, rank, f"{name}[{i}]")]
     if isinstance(first, list) and isinstance(other, list):
         return [f"{name} has {len(first)} entries on rank 0 and {len(other)} on rank {rank}"]
-    return [] if first == other else [f"{name} is {first!r} on rank 0 and {other!r} on rank {rank}"]
+    if json.dumps(first, default=repr) == json.dumps(other, default=repr):  # as text, so that 1 and True are two things
+        return []
+    return [f"{name} is {first!r} on rank 0 and {other!r} on rank {rank}"]
 
 
 # --- The divergence alarm ----------------------------------------------------------------------------------------------
@@ -241,18 +255,26 @@ def compare_replicas(link: Link, hashes: Mapping[str, int], *, round: int, any_s
     raise Diverged(f"round {round}: replicas are no longer bit-equal: {'; '.join(parts) or 'on another shard'} vs rank 0")
 
 
+def _weights(start: int, count: int, device: torch.device) -> Tensor:
+    """Odd 64-bit numbers that look random, one per place (the mixing of splitmix64)."""
+    z = torch.arange(start + 1, start + 1 + count, device=device).mul_(-7046029254386353131)
+    z.bitwise_xor_(z >> 30).mul_(-4658895280553007687)
+    z.bitwise_xor_(z >> 27).mul_(-7723592293110705685)
+    return z.bitwise_xor_(z >> 31).bitwise_or_(1)
+
+
 def hash_tensors(tensors: Sequence[Tensor]) -> int:
     """A 64-bit hash of the bits of all tensors; the same on CPU and GPU, whatever the number of threads.
 
-    A sum of words weighted by odd numbers that depend on the place, modulo 2**64: integer addition has no order.
+    A sum of words times odd weights that are mixed from the place, modulo 2**64: integer addition has no order, and weights
+    that were linear in the place would let balanced changes cancel.
     """
     total, place = 0, 0
     for t in tensors:
         raw = t.detach().contiguous().flatten().view(torch.uint8)
         words = torch.nn.functional.pad(raw, (0, -raw.numel() % 4)).view(torch.int32)
         for chunk in words.split(1 << 20):  # bounded workspace
-            weights = torch.arange(place, place + chunk.numel(), device=chunk.device).mul_(2654435762).add_(1)
-            total += int(chunk.to(torch.int64).mul_(weights).sum())
+            total += int(chunk.to(torch.int64).mul_(_weights(place, chunk.numel(), chunk.device)).sum())
             place += chunk.numel()
         place += 1
     return (total + 2**63) % 2**64 - 2**63

@@ -51,6 +51,7 @@ def ring_hops(op: Op, workers: int) -> int:
     return (2 if op == "mean" else 1) * (workers - 1)
 
 
+_NUMBER = r"[0-9.]+(?:e[+-]?[0-9]+)?"
 _BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0}
 
@@ -61,9 +62,9 @@ def parse_bandwidth(text: str) -> float:
     >>> parse_bandwidth("100mbit")
     100000000.0
     """
-    match = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)(?:bit|bps|bits|bit/s|)", text.strip().lower())
     if text.strip().lower() == "inf":
         return math.inf
+    match = re.fullmatch(rf"({_NUMBER})\s*([kmgt]?)(?:bit|bps|bits|bit/s|)", text.strip().lower())
     value = _number(match[1]) if match else None
     if match is None or value is None or value <= 0:
         raise ConfigError(f"bandwidth must look like 100mbit, 1.5gbit or inf and be above zero, got {text!r}")
@@ -76,9 +77,9 @@ def parse_duration(text: str) -> float:
     >>> parse_duration("20ms")
     0.02
     """
-    match = re.fullmatch(r"([0-9.]+)\s*([a-z]*)", text.strip().lower())
+    match = re.fullmatch(rf"({_NUMBER})\s*([a-z]*)", text.strip().lower())
     value = _number(match[1]) if match else None
-    if match is None or value is None or match[2] not in _SECONDS:
+    if match is None or value is None or match[2] not in _SECONDS or value == math.inf:
         raise ConfigError(f"a duration must look like 20ms, 1.5s or 2min, got {text!r}")
     return value * _SECONDS[match[2]]
 
@@ -119,6 +120,9 @@ class Network:
 
     def __post_init__(self) -> None:
         """Check that bandwidths are above zero and latencies not below."""
+        for name in ("bandwidth", "latency", "down"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         for name, value in (("bandwidth", self.bandwidth), ("down", self.down)):
             if value is not None and not all(v > 0 for v in _each(value)):
                 raise ConfigError(f"{name} must be above zero bits per second, got {value!r}")

@@ -50,7 +50,8 @@ class Payload:
     @staticmethod
     def of_bytes(raw: bytes, *, purpose: str = "round", fixed: bool = False) -> Payload:
         """A payload of plain bytes on the CPU."""
-        return Payload(torch.frombuffer(bytearray(raw), dtype=torch.uint8), purpose=purpose, fixed=fixed)
+        data = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+        return Payload(data, purpose=purpose, fixed=fixed)
 
     def to_bytes(self) -> bytes:
         """The message as plain bytes."""
@@ -60,8 +61,8 @@ class Payload:
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether every element of every tensor is finite; one pass, no copy, one look at the result."""
     # NaN passes through aminmax. Ten times faster than isfinite().all() on a CPU, six times faster than the max norm.
-    extremes = [torch.stack(torch.aminmax(t)).float() for t in tensors if t.numel()]
-    return not extremes or bool(torch.isfinite(torch.stack(extremes)).all())
+    finite = [torch.isfinite(torch.stack(torch.aminmax(t))) for t in tensors if t.numel()]
+    return not finite or bool(torch.stack(finite).all())
 
 
 def pack(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -77,7 +78,7 @@ def pack(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     device = tensors[0].device if tensors else torch.device("cpu")
     flat = torch.empty(sum(t.numel() for t in tensors), dtype=dtype, device=device)
     for t, part in zip(tensors, split(flat, tensors), strict=True):
-        part.copy_(t)
+        part.copy_(t.detach())
     return flat
 
 
@@ -91,10 +92,8 @@ def split(flat: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
     Returns:
         One view per tensor; writing to it writes to `flat`.
     """
-    views, start = [], 0
-    for t in like:
-        views.append(flat[start : start + t.numel()].view(t.shape))
-        start += t.numel()
-    if start != flat.numel():
-        raise ValueError(f"a buffer of {flat.numel()} elements cannot hold tensors of {start} elements in all")
-    return views
+    like = list(like)
+    total = sum(t.numel() for t in like)
+    if total != flat.numel():
+        raise ValueError(f"a buffer of {flat.numel()} elements cannot hold tensors of {total} elements in all")
+    return [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in like]), like, strict=True)]

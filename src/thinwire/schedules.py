@@ -48,6 +48,8 @@ class Every:
     def __post_init__(self) -> None:
         """Check the period."""
         check_positive_int("H", self.H)
+        if not isinstance(self.offset, int):
+            raise ConfigError(f"offset must be a whole number, got {self.offset!r}")
 
     @property
     def fragments(self) -> int:
@@ -101,6 +103,7 @@ class Warmup:
         """Check the number of steps."""
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 0:
             raise ConfigError(f"warm-up steps must be a whole number of at least 0, got {self.steps!r}")
+        object.__setattr__(self, "then", as_schedule(self.then))
 
     @property
     def fragments(self) -> int:
@@ -140,4 +143,4 @@ class Union:
 
 def as_schedule(H: int | Schedule) -> Schedule:
     """A plain number means `Every(number)`."""
-    return H if isinstance(H, Schedule) else Every(H)
+    return H if isinstance(H, Schedule) and not isinstance(H, type) else Every(H)  # type: ignore[arg-type]

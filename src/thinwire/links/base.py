@@ -17,9 +17,20 @@ from thinwire.payload import Payload
 class Ticket(ABC):
     """A posted exchange that may still be under way."""
 
-    @abstractmethod
+    _result: list[Payload] | None = None
+
     def wait(self) -> list[Payload]:
-        """The result, once it is there: one payload per rank for "gather", a single one for "mean"."""
+        """The result, once it is there: one payload per rank for "gather", a single one for "mean".
+
+        Waiting again gives the same result and costs nothing.
+        """
+        if self._result is None:
+            self._result = self._finish()
+        return self._result
+
+    @abstractmethod
+    def _finish(self) -> list[Payload]:
+        """Wait for the exchange to end."""
 
 
 class Done(Ticket):
@@ -29,9 +40,8 @@ class Done(Ticket):
         """Hold the result until somebody asks."""
         self._result = result
 
-    def wait(self) -> list[Payload]:
-        """Return the result at once."""
-        return self._result
+    def _finish(self) -> list[Payload]:
+        return self._result or []
 
 
 class Link(ABC):
@@ -51,7 +61,8 @@ class Link(ABC):
     def post(self, payload: Payload, op: Op) -> Ticket:
         """Start an exchange and return at once; the wait may come steps later.
 
-        The link owns the payload's buffer from now on. Gathered payloads are shared: read them, do not write to them.
+        Only a message whose length the others do not know (`fixed=False`) may first wait for an exchange of lengths. The
+        link owns the payload's buffer from now on. Gathered payloads are shared: read them, do not write to them.
 
         Args:
             payload: this worker's message.

@@ -46,7 +46,7 @@ class _FlakyTicket(Ticket):
     def __init__(self, flaky: Flaky, ticket: Ticket, number: int):
         self.flaky, self.ticket, self.number = flaky, ticket, number
 
-    def wait(self) -> list[Payload]:
+    def _finish(self) -> list[Payload]:
         result = self.ticket.wait()
         self.flaky._waited = self.number
         if self.flaky.at == "exchange" and self.number in self.flaky.rounds:

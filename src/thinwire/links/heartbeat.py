@@ -2,12 +2,14 @@
 
 A collective that fails says "connection closed by peer" or "timed out"; which rank is to blame it does not say, and a
 healthy rank that waits for the dead one looks just as silent. So every process raises a counter in the job's key-value
-store once a second from a thread of its own; whose counter stands still is gone (killed, stopped or cut off).
+store twice a second from a thread of its own; whose counter stands still is gone (killed, stopped or cut off). A rank that
+gives up because of it says so in the store before it leaves, so that nobody takes it for lost as well.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import time
 from collections.abc import Iterable
@@ -26,14 +28,19 @@ class Heartbeat:
 
     @classmethod
     def start(cls) -> Heartbeat:
-        """The heartbeat of this process, started at the first call."""
-        if cls._running is None or not cls._running._thread.is_alive():
-            cls._running = cls(dist.distributed_c10d._get_default_store(), dist.get_rank())
-        return cls._running
+        """The heartbeat of this process in the job it is in, started at the first call."""
+        store = dist.distributed_c10d._get_default_store()
+        running = cls._running
+        if running is None or running._job is not store or not running._thread.is_alive():
+            if running is not None:
+                running.stop()
+            cls._running = running = cls(store, dist.get_rank())
+        return running
 
     def __init__(self, store: dist.Store, rank: int):
         """Beat as global rank `rank` into `store` until the process ends."""
         # One connection for the beat and one for listening: a store connection serves one caller at a time.
+        self._job, self._rank = store, rank
         self._store, self._mine = _connection(store), f"thinwire/beat/{rank}"
         self._listen = _connection(store)
         self._stop = threading.Event()
@@ -56,6 +63,11 @@ class Heartbeat:
                 return
             self._stop.wait(INTERVAL)
 
+    def leave(self) -> None:
+        """Tell the others that this rank gives up and is not lost."""
+        with contextlib.suppress(RuntimeError):
+            self._listen.set(f"thinwire/left/{self._rank}", "1")
+
     def silent(self, ranks: Iterable[int]) -> tuple[list[int], bool]:
         """Listen for `SILENCE` seconds.
 
@@ -63,16 +75,17 @@ class Heartbeat:
             ranks: global ranks to listen for.
 
         Returns:
-            The ranks that did not beat meanwhile, and whether the store itself could be reached.
+            The ranks that did not beat meanwhile and did not say that they leave, and whether the store could be reached.
         """
         ranks = list(ranks)
         try:
             before = [self._count(r) for r in ranks]
             time.sleep(SILENCE)
             after = [self._count(r) for r in ranks]
+            left = [self._listen.check([f"thinwire/left/{r}"]) for r in ranks]
         except RuntimeError:
             return [], False
-        return [r for r, b, a in zip(ranks, before, after, strict=True) if a == b], True
+        return [r for r, b, a, gone in zip(ranks, before, after, left, strict=True) if a == b and not gone], True
 
     def _count(self, rank: int) -> bytes:
         key = f"thinwire/beat/{rank}"

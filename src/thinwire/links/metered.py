@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import asdict, dataclass, field
 
+from thinwire.errors import RoundAborted
 from thinwire.links.base import Link, LinkDecorator, Ticket, sizes_of
 from thinwire.network import Op
 from thinwire.payload import Payload
@@ -90,11 +91,18 @@ class _MeteredTicket(Ticket):
         self.op: Op = op
         self.purpose, self.nbytes = payload.purpose, payload.nbytes
 
-    def wait(self) -> list[Payload]:
-        link = self.metered.link
-        started = link.now()
-        result = self.ticket.wait()
-        seconds = link.now() - started
-        sent, received = link.traffic(self.op, sizes_of(self.op, result, link.size))
-        self.metered.meter.add(Exchange(self.purpose, self.op, self.nbytes, sent, received, seconds))
+    def _finish(self) -> list[Payload]:
+        started = self.metered.link.now()
+        try:
+            result = self.ticket.wait()
+        except RoundAborted:  # it came to nothing, but it did travel
+            self._book([self.nbytes] * self.metered.size, started)
+            raise
+        self._book(sizes_of(self.op, result, self.metered.size), started)
         return result
+
+    def _book(self, sizes: list[int], started: float) -> None:
+        link = self.metered.link
+        seconds = link.now() - started
+        sent, received = link.traffic(self.op, sizes)
+        self.metered.meter.add(Exchange(self.purpose, self.op, self.nbytes, sent, received, seconds))

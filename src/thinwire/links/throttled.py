@@ -6,12 +6,15 @@ from thinwire.links.base import Link, LinkDecorator, Ticket, sizes_of
 from thinwire.network import Network, Op
 from thinwire.payload import Payload
 
+_BLOCKED = 1e-3  # seconds; a shorter wait is the cost of asking, not of somebody being late
+
 
 class Throttled(LinkDecorator):
     """Results arrive no sooner than a network of the given speed would bring them.
 
-    The transfer starts when the exchange is posted (and when the one before it has ended), so that time between `post()`
-    and `wait()` hides the wire, as it would on a real one.
+    The transfer starts when the last worker has posted the exchange and the one before it has ended, so that time between
+    `post()` and `wait()` hides the wire, as it would on a real one. When the last worker posted is known from how long the
+    fast link made this one wait; if it did not, the others were earlier.
     """
 
     def __init__(self, link: Link, network: Network):
@@ -32,10 +35,12 @@ class _ThrottledTicket(Ticket):
         self.op: Op = op
         self.posted = throttled.now()
 
-    def wait(self) -> list[Payload]:
-        result = self.ticket.wait()
+    def _finish(self) -> list[Payload]:
         wire = self.throttled
+        asked = wire.now()
+        result = self.ticket.wait()
+        started = wire.now() if wire.now() - asked > _BLOCKED else self.posted
         seconds = wire.network.seconds(self.op, sizes_of(self.op, result, wire.size))
-        wire._free_at = max(self.posted, wire._free_at) + seconds
+        wire._free_at = max(started, wire._free_at) + seconds
         wire.elapse(wire._free_at - wire.now())
         return result

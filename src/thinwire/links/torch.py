@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -21,7 +21,7 @@ from thinwire.errors import ConfigError, LinkError
 from thinwire.links.base import Link, Ticket
 from thinwire.links.heartbeat import Heartbeat
 from thinwire.links.solo import SoloLink
-from thinwire.network import Op, show_bytes
+from thinwire.network import Op, Traffic, ring_traffic, show_bytes
 from thinwire.payload import Payload
 
 log = logging.getLogger("thinwire")
@@ -49,6 +49,8 @@ class TorchLink(Link):
                 axes = ", ".join(map(repr, group.mesh_dim_names or ())) or "unnamed"
                 raise ConfigError(f"a link lives on one mesh axis, got a mesh with {group.ndim} ({axes}): index it first")
             group = group.get_group()
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ConfigError("this process is not a member of the group that the link was given")
         if not timeout > 0:
             raise ConfigError(f"timeout must be above zero seconds, got {timeout!r}")
         self.group, self.timeout = group, timeout
@@ -71,8 +73,7 @@ class TorchLink(Link):
 
     def post(self, payload: Payload, op: Op) -> Ticket:
         """Start the collective; it runs in the backend's own threads."""
-        if self._failure is not None:
-            raise LinkError(f"this link is broken since: {self._failure}", lost=self._failure.lost)
+        self.check()
         if payload.purpose == "round":
             self.round += 1
         if self._device is not None:
@@ -85,17 +86,32 @@ class TorchLink(Link):
         try:
             yield
         except RuntimeError as cause:
-            if isinstance(cause, LinkError) or not self._who_is_gone()[0]:
+            if isinstance(cause, LinkError):
                 raise
-            raise self._failed(f"rank {self.rank}, after round {self.round}", cause) from cause
+            lost, reached = self._who_is_gone()
+            if not lost and reached:
+                raise
+            raise self._failed(f"rank {self.rank}, after round {self.round}", cause, lost, reached) from cause
 
-    def fail(self, cause: Exception, payload: Payload, op: Op) -> LinkError:
+    def fail(self, cause: Exception, payload: Payload, op: Op, round: int) -> LinkError:
         """Turn a backend's exception into an error that says who is lost."""
-        round_name = f"round {self.round}" if payload.purpose == "round" else f"the {payload.purpose} after round {self.round}"
-        return self._failed(f"rank {self.rank}, {round_name} ({_CALLED[op]} of {show_bytes(payload.nbytes)})", cause)
+        round_name = f"round {round}" if payload.purpose == "round" else f"the {payload.purpose} after round {round}"
+        what = f"rank {self.rank}, {round_name} ({_CALLED[op]} of {show_bytes(payload.nbytes)})"
+        return self._failed(what, cause, *self._who_is_gone())
 
-    def _failed(self, what: str, cause: Exception) -> LinkError:
-        lost, reached = self._who_is_gone()
+    def check(self) -> None:
+        """Raise at once on a link that has failed before."""
+        if self._failure is not None:
+            raise LinkError(f"this link is broken since: {self._failure}", lost=self._failure.lost)
+
+    def traffic(self, op: Op, sizes: Sequence[int]) -> Traffic:
+        """As a ring; messages of unequal length travel padded to the longest, after an exchange of lengths."""
+        padded = [max(sizes) + 8] * self.size if op == "gather" and len(set(sizes)) > 1 else sizes
+        return ring_traffic(op, padded, self.rank)
+
+    def _failed(self, what: str, cause: Exception, lost: list[int], reached: bool) -> LinkError:
+        if self._heartbeat is not None:
+            self._heartbeat.leave()
         if lost:
             names = ", ".join(f"rank {r}" for r in lost)
             verdict = f"lost {names} (no heartbeat)"
@@ -130,16 +146,15 @@ class _TorchTicket(Ticket):
     """A collective under way. Messages of unequal length first exchange their lengths, then travel padded."""
 
     def __init__(self, link: TorchLink, payload: Payload, op: Op):
-        self.link, self.payload = link, payload
+        self.link, self.payload, self.round = link, payload, link.round
         self.op: Op = op
         self.limit = timedelta(seconds=link.timeout)
         self.lengths: list[int] | None = None
         self.parts: list[Tensor] = []
-        self.result: list[Payload] | None = None
         try:
             self.work = self._start()
         except RuntimeError as cause:
-            raise link.fail(cause, payload, op) from cause
+            raise link.fail(cause, payload, op, self.round) from cause
 
     def _start(self) -> dist.Work:
         data, group = self.payload.data, self.link.group
@@ -162,19 +177,15 @@ class _TorchTicket(Ticket):
     @staticmethod
     def _work(work: dist.Work | None) -> dist.Work:
         if work is None:
-            raise RuntimeError("this process is not a member of the link's process group")
+            raise RuntimeError("torch.distributed returned no handle to wait for")
         return work
 
-    def wait(self) -> list[Payload]:
-        if self.result is None:
-            try:
-                self.work.wait(self.limit)
-            except RuntimeError as cause:
-                raise self.link.fail(cause, self.payload, self.op) from cause
-            self.result = self._collect()
-        return self.result
-
-    def _collect(self) -> list[Payload]:
+    def _finish(self) -> list[Payload]:
+        self.link.check()
+        try:
+            self.work.wait(self.limit)
+        except RuntimeError as cause:
+            raise self.link.fail(cause, self.payload, self.op, self.round) from cause
         if self.op == "mean":
             return [self.payload.like(self.payload.data.div_(self.link.size))]
         lengths = self.lengths or [part.numel() for part in self.parts]

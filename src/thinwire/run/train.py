@@ -30,7 +30,7 @@ from thinwire.tasks.task import Task
 log = logging.getLogger("thinwire")
 
 INNER: dict[str, Callable[[Any, RunConfig], Optimizer]] = {
-    "adamw": lambda p, c: torch.optim.AdamW(p, lr=c.lr, weight_decay=c.weight_decay),
+    "adamw": lambda p, c: torch.optim.AdamW(p, lr=c.lr, betas=(0.9, 0.95), weight_decay=c.weight_decay),
     "adam": lambda p, c: torch.optim.Adam(p, lr=c.lr),
     "sgd": lambda p, c: torch.optim.SGD(p, lr=c.lr),
     "momentum": lambda p, c: torch.optim.SGD(p, lr=c.lr, momentum=0.9, nesterov=True),

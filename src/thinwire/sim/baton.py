@@ -30,9 +30,9 @@ class Baton:
         self._turn = [threading.Semaphore(0) for _ in range(size)]
         self._waiting = [False] * size
         self._done = [False] * size
-        caller = _random_state()
+        caller = random_state()
         self._random = [_seeded_state(seed + r) for r in range(size)]
-        _set_random_state(caller)
+        set_random_state(caller)
 
     def start(self) -> None:
         """Let worker 0 run."""
@@ -41,7 +41,7 @@ class Baton:
     def take(self, rank: int) -> None:
         """Block until it is the turn of worker `rank`."""
         self._turn[rank].acquire()
-        _set_random_state(self._random[rank])
+        set_random_state(self._random[rank])
 
     def yield_until_ready(self, rank: int) -> bool:
         """Let others run until worker `rank` is ready.
@@ -50,7 +50,7 @@ class Baton:
             False when nobody can run any more, so that waiting is in vain.
         """
         self._waiting[rank] = True
-        self._random[rank] = _random_state()
+        self._random[rank] = random_state()
         self._hand_on(rank)
         self.take(rank)
         self._waiting[rank] = False
@@ -69,11 +69,13 @@ class Baton:
             self._turn[r].release()
 
 
-def _random_state() -> tuple:
+def random_state() -> tuple:
+    """The state of torch's, numpy's and Python's global generators."""
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
-def _set_random_state(state: tuple) -> None:
+def set_random_state(state: tuple) -> None:
+    """Put the three global generators back to a state."""
     torch.set_rng_state(state[0])
     np.random.set_state(state[1])
     random.setstate(state[2])
@@ -83,4 +85,4 @@ def _seeded_state(seed: int) -> tuple:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
-    return _random_state()
+    return random_state()

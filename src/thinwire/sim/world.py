@@ -19,14 +19,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import torch
-
 from thinwire.errors import ConfigError, LinkError, check_positive_int
 from thinwire.links.base import Ticket
 from thinwire.links.sim import SimLink
 from thinwire.network import Network, Op
 from thinwire.payload import Payload
-from thinwire.sim.baton import Baton
+from thinwire.sim.baton import Baton, random_state, set_random_state
 
 T = TypeVar("T")
 
@@ -85,7 +83,7 @@ class World:
             threading.Thread(target=self._live, args=(rank, worker, results), name=f"sim-worker-{rank}", daemon=True)
             for rank in range(self.size)
         ]
-        caller_random = torch.get_rng_state()
+        caller_random = random_state()
         self._running = True
         try:
             for thread in threads:
@@ -99,7 +97,7 @@ class World:
             raise
         finally:
             self._running = False
-            torch.set_rng_state(caller_random)
+            set_random_state(caller_random)
         if self._failure is not None:
             rank, error = self._failure
             error.add_note(f"raised by simulated worker {rank} of {self.size}")
@@ -138,6 +136,7 @@ class World:
 
     def now(self, rank: int) -> float:
         """Worker `rank`'s clock."""
+        self._charge_wall_time(rank)
         return self.clocks[rank]
 
     def elapse(self, rank: int, seconds: float) -> None:
@@ -166,6 +165,7 @@ class World:
             if self._failure is None:
                 self._failure = (rank, error)
         finally:
+            self._charge_wall_time(rank)
             self._baton.retire(rank)
 
     def _can_go_on(self, rank: int) -> bool:
@@ -195,9 +195,11 @@ class World:
     def _complete(self, exchange: _Exchange) -> None:
         payloads = [exchange.posted[r][0] for r in range(self.size)]
         sizes = [p.nbytes for p in payloads]
+        one_length = exchange.op == "mean" or any(p.fixed for p in payloads)
+        if one_length and len({(p.nbytes, p.data.dtype) for p in payloads}) > 1:
+            kinds = ", ".join(f"{p.nbytes} bytes of {str(p.data.dtype).removeprefix('torch.')}" for p in payloads)
+            raise LinkError(f"cannot {exchange.op} messages of different lengths or dtypes: {kinds}, in rank order")
         if exchange.op == "mean":
-            if len(set(sizes)) > 1:
-                raise LinkError(f"cannot average messages of different lengths: {sizes} bytes, in rank order")
             total = payloads[0].data.clone()
             for p in payloads[1:]:
                 total += p.data
@@ -224,12 +226,9 @@ class World:
 class _SimTicket(Ticket):
     def __init__(self, world: World, rank: int, number: int):
         self._world, self._rank, self._number = world, rank, number
-        self._result: list[Payload] | None = None
 
-    def wait(self) -> list[Payload]:
-        if self._result is None:
-            self._result = self._world._collect(self._rank, self._number)
-        return self._result
+    def _finish(self) -> list[Payload]:
+        return self._world._collect(self._rank, self._number)
 
 
 def _per_worker(step_time: float | Sequence[float] | None, size: int) -> list[float] | None:

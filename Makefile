@@ -25,7 +25,7 @@ types: $(VENV)/.dev ## Pyright.
 	$(BIN)/pyright --warnings
 
 docs: $(VENV)/.dev ## Build the docs into site/; fails on a broken link or an undocumented public name.
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(VENV)/.dev ## Measure speed as ratios against peers in the same run.
 	$(BIN)/python benchmarks/overhead.py

@@ -38,7 +38,7 @@ _COUNTERS = ("thinwire_step", "thinwire_round", "thinwire_synced")
 class Policy(TypedDict, total=False):
     """What to do when something goes wrong; keyword arguments of every algorithm.
 
-    Keys:
+    Attributes:
         on_abort: after a round that did not take place, "keep" the local progress (the next round carries it along) or
             "restore" the last agreed parameters.
         on_nonfinite: after a NaN or Inf, "skip" the step or round and go on, or "raise" on every worker.
@@ -63,12 +63,16 @@ class Algorithm(Optimizer):
         codec: what is sent.
         slots: name -> "zeros" or "param": state kept per parameter, made at once, in float32 or wider.
         settings: what must agree on all workers besides; shown by `repr`.
-        policy: see `Policy`.
+        on_abort: see `Policy`.
+        on_nonfinite: see `Policy`.
+        alarm_every: see `Policy`.
+        on_divergence: see `Policy`.
     """
 
     name: ClassVar[str] = ""
     replicated: ClassVar[frozenset[str]] = frozenset()
-    synced: ClassVar[frozenset[str]] = frozenset()
+    synced: frozenset[str] = frozenset()
+    sends_fragments: ClassVar[bool] = False
 
     # GradScaler then always calls step() and leaves the unscaling to us. Without it, the one worker that found an Inf would
     # skip step() and with it the collective that all others are waiting in.
@@ -98,6 +102,8 @@ class Algorithm(Optimizer):
         if isinstance(alarm_every, bool) or not isinstance(alarm_every, int) or alarm_every < 0:
             raise ConfigError(f"alarm_every must be a whole number of at least 0, got {alarm_every!r}")
         self.link, self.schedule, self.codec = link, as_schedule(H), codec or Dense()
+        if self.schedule.fragments > 1 and not self.sends_fragments:
+            raise ConfigError(f"{type(self).__name__} sends the model whole, got a schedule of fragments: {self.schedule!r}")
         self.on_abort, self.on_nonfinite = on_abort, on_nonfinite
         self.alarm_every, self.on_divergence = alarm_every, on_divergence
         self.settings = dict(settings or {})
@@ -107,6 +113,7 @@ class Algorithm(Optimizer):
         self._active: list[Tensor] = []
         self._frozen: list[Tensor] = []
         self._greeted = False
+        self._withdrawn = False
         super().__init__(params, {**(defaults or {}), **dict.fromkeys(_COUNTERS, 0)})
         self.shards = Shards(self._active)
 
@@ -127,6 +134,7 @@ class Algorithm(Optimizer):
             tensors,
             round=self.rounds,
             want_sent=want_sent,
+            withdraw=self._withdrawn,
             any_shard=self.shards.any,
         )
 
@@ -261,7 +269,7 @@ class Algorithm(Optimizer):
             self._greeted = True
 
     def fingerprint(self) -> dict[str, object]:
-        """All that must agree on every worker; the shapes are those of this process's shards."""
+        """All that must agree on every worker, down to the values of replicated state; of this process's shards."""
         groups = [
             {k: _plain(v) for k, v in g.items() if k not in ("params", *_COUNTERS)} | {"tensors": len(g["params"])}
             for g in self.param_groups
@@ -281,7 +289,13 @@ class Algorithm(Optimizer):
             **policy,
             "group": groups,
             "tensor": tensors,
+            "starting value of": {
+                name: f"{hash_tensors(values):x}" for name, values in self.shared_state().items() if self._is_replicated(name)
+            },
         }
+
+    def _is_replicated(self, name: str) -> bool:
+        return name.partition(".")[0] in self.replicated
 
     def shared_state(self) -> dict[str, list[Tensor]]:
         """Everything that is bit-equal on all workers right after a round, by name."""
@@ -447,12 +461,10 @@ class Wrapper(Algorithm):
         """One step of the inner optimizer; skipped when this worker's gradient is not finite."""
         if self.gradients_finite():
             self.inner.step()
-        elif self.on_nonfinite == "raise":
-            raise NonFiniteRound(
-                f"rank {self.link.rank}, step {self.steps}: the gradient holds NaN or Inf", culprits=[self.link.rank]
-            )
-        else:
-            log.warning("rank %d, step %d: NaN or Inf in the gradient, local step skipped", self.link.rank, self.steps)
+            return
+        log.warning("rank %d, step %d: NaN or Inf in the gradient, local step skipped", self.link.rank, self.steps)
+        # To raise here would leave the others waiting for this worker: all raise together in the next round.
+        self._withdrawn = self.on_nonfinite == "raise"
 
     def restore(self) -> None:
         """Back to the last agreed parameters, with whatever is not finite in the inner optimizer's state set to zero."""

@@ -1,6 +1,6 @@
 """The one place where codec meets link: `average()`, and the gates that every exchange passes.
 
-Three gates that no public system has:
+Three gates:
 
 * `handshake`: before the first round the workers compare what they were started with and refuse a difference by its name;
 * the finite gate inside `average`: a contribution with NaN or Inf is found before anything is averaged, and the round is
@@ -40,6 +40,7 @@ def average(
     *,
     round: int = 0,
     want_sent: bool = False,
+    withdraw: bool = False,
     any_shard: AnyShard = _alone,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Mean over all workers of what each one's message decodes to. ONE message, whatever the number of tensors.
@@ -50,6 +51,7 @@ def average(
         tensors: this worker's contribution: any shapes, on one device; not changed.
         round: number of the round, for codecs that change with it.
         want_sent: also return what the others decode of this worker's own message (for error feedback).
+        withdraw: this worker knows that it has nothing good to give: refuse the round on all workers in its name.
         any_shard: where the worker's model is sharded over processes, tells whether any of them raised its flag, so that
             all shards of a worker refuse a round together.
 
@@ -59,7 +61,8 @@ def average(
     Raises:
         NonFiniteRound: on every worker, when any contribution (or the sum) is not finite.
     """
-    return post_average(link, codec, tensors, round=round, want_sent=want_sent, any_shard=any_shard).wait()
+    pending = post_average(link, codec, tensors, round=round, want_sent=want_sent, withdraw=withdraw, any_shard=any_shard)
+    return pending.wait()
 
 
 def post_average(
@@ -69,14 +72,15 @@ def post_average(
     *,
     round: int = 0,
     want_sent: bool = False,
+    withdraw: bool = False,
     any_shard: AnyShard = _alone,
 ) -> PendingAverage:
     """Start an `average`; compute while it is under way and call `wait()` on the result later."""
     tensors = list(tensors)
     if codec.linear:
-        payload, sent = _with_status_vector(link, codec, tensors, round, want_sent, any_shard)
-    else:
-        payload, sent = _with_status_byte(codec, tensors, round, want_sent, any_shard)
+        payload, sent = _with_status_vector(link, codec, tensors, round, want_sent, withdraw, any_shard)
+    else:  # a codec that is not linear might turn a NaN into something finite: look at what goes in
+        payload, sent = _with_status_byte(codec, tensors, round, want_sent, withdraw or not all_finite(tensors), any_shard)
     ticket = link.post(payload, "mean" if codec.linear else "gather")
     return PendingAverage(link, codec, [torch.empty_like(t, device="meta") for t in tensors], round, ticket, sent, any_shard)
 
@@ -144,7 +148,7 @@ def _status(link: Link, device: torch.device | str) -> Tensor:
 
 
 def _with_status_vector(
-    link: Link, codec: Codec, tensors: list[Tensor], round: int, want_sent: bool, any_shard: AnyShard
+    link: Link, codec: Codec, tensors: list[Tensor], round: int, want_sent: bool, bad: bool, any_shard: AnyShard
 ) -> tuple[Payload, list[Tensor]]:
     """A message that may be averaged, with one status number per worker behind the tensors.
 
@@ -154,7 +158,7 @@ def _with_status_vector(
     device = tensors[0].device if tensors else torch.device("cpu")
     status = _status(link, device)
     payload = codec.encode([*tensors, status], round=round)
-    if any_shard(not payload.finite):
+    if any_shard(bad or not payload.finite):
         status[link.rank] = 1
         payload = codec.encode([*(torch.zeros_like(t) for t in tensors), status], round=round)
     # Decoded from a copy: the link reduces into the payload's own buffer.
@@ -163,13 +167,12 @@ def _with_status_vector(
 
 
 def _with_status_byte(
-    codec: Codec, tensors: list[Tensor], round: int, want_sent: bool, any_shard: AnyShard
+    codec: Codec, tensors: list[Tensor], round: int, want_sent: bool, bad: bool, any_shard: AnyShard
 ) -> tuple[Payload, list[Tensor]]:
     """A message that is gathered, with one status byte behind it."""
     body = codec.encode(tensors, round=round)
     sent = codec.decode(body, tensors, round=round)
-    bad = any_shard(not all_finite(sent))
-    status = torch.tensor([bad], dtype=torch.uint8, device=body.data.device)
+    status = torch.tensor([any_shard(bad or not all_finite(sent))], dtype=torch.uint8, device=body.data.device)
     return body.like(torch.cat([body.data, status])), sent if want_sent else []
 
 

@@ -6,7 +6,7 @@ fewest bytes. With M workers and a message of N bytes each,
     mean  (all-reduce):  sends 2 N (M-1)/M bytes in 2 (M-1) hops
     gather (all-gather): sends   N (M-1)   bytes in   (M-1) hops
 
-No torch here: `thinwire plan` and `--help` use it too.
+No torch here, so that the command line can use it without waiting.
 """
 
 from __future__ import annotations

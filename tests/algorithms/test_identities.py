@@ -202,6 +202,16 @@ def test_other_shapes_are_refused() -> None:
         World(2).run(worker)
 
 
+@pytest.mark.parametrize(("name", "what"), [("data-parallel", "param"), ("local-sgd", "anchor"), ("diloco", "anchor")])
+def test_workers_that_start_from_other_weights_are_refused(name: str, what: str) -> None:
+    def worker(link: Link) -> None:
+        model = model_of(seed=link.rank)
+        train(model, build(name, model.parameters(), link), link.rank, 1)
+
+    with pytest.raises(thinwire.errors.FingerprintMismatch, match=f"starting value of.{what} is '.*' on rank 0 and"):
+        World(2).run(worker)
+
+
 def test_the_divergence_alarm_names_what_and_who() -> None:
     def worker(link: Link) -> None:
         model = model_of()
@@ -219,11 +229,12 @@ def test_the_divergence_alarm_names_what_and_who() -> None:
 def test_the_divergence_alarm_may_only_warn(caplog: pytest.LogCaptureFixture) -> None:
     def worker(link: Link) -> int:
         model = model_of()
+        opt = build("data-parallel", model.parameters(), link, alarm_every=1, on_divergence="warn")
+        train(model, opt, link.rank, 1)
         if link.rank == 1:
             with torch.no_grad():
                 model.gain.add_(1.0)
-        opt = build("data-parallel", model.parameters(), link, alarm_every=1, on_divergence="warn")
-        train(model, opt, link.rank, 3)
+        train(model, opt, link.rank, 2, first=2)
         return opt.steps
 
     assert World(2).run(worker) == [3, 3]

@@ -38,6 +38,10 @@ from thinwire.network import ring_traffic
 
 every = pytest.mark.parametrize("name", NAMES)
 wrappers = pytest.mark.parametrize("name", [n for n in NAMES if issubclass(ALGORITHMS[n], Wrapper)])
+periodic_and_whole = pytest.mark.parametrize(
+    "name",
+    [n for n, c in ALGORITHMS.items() if "H" in inspect.signature(c.__init__).parameters and not c.sends_fragments],
+)
 drifting = pytest.mark.parametrize("name", [n for n in NAMES if "param" not in ALGORITHMS[n].replicated])
 
 
@@ -193,19 +197,29 @@ def test_a_poisoned_worker_is_named_refused_and_healed(name: str) -> None:
 
 
 @every
-def test_on_nonfinite_raise_stops_with_the_culprit_named(name: str) -> None:
-    def worker(link: thinwire.Link) -> None:
+def test_on_nonfinite_raise_stops_all_workers_together_with_the_culprit_named(name: str) -> None:
+    def worker(link: thinwire.Link) -> tuple[str, tuple[int, ...]]:
         model = model_of()
         opt = build(name, model.parameters(), link, on_nonfinite="raise")
         for step in range(1, H + 1):
             backward(model, link.rank, step)
-            if link.rank == 1:
+            if link.rank == 1 and step == 2:
                 model.first.weight.grad[0, 0] = float("nan")
-            opt.step()
+            try:
+                opt.step()
+            except thinwire.errors.NonFiniteRound as refusal:
+                return str(refusal), refusal.culprits
+        return "went on", ()
 
-    with pytest.raises(thinwire.errors.NonFiniteRound, match="rank 1") as caught:
-        World(2).run(worker)
-    assert caught.value.culprits == (1,)
+    for message, culprits in World(3).run(worker):
+        assert "refused on all 3 workers: NaN or Inf in the contribution of rank 1" in message
+        assert culprits == (1,)
+
+
+@periodic_and_whole
+def test_a_schedule_of_fragments_is_refused_by_what_sends_the_model_whole(name: str) -> None:
+    with pytest.raises(ValueError, match="sends the model whole, got a schedule of fragments"):
+        build(name, model_of().parameters(), SoloLink(), H=thinwire.Staggered(8, fragments=4))
 
 
 # --- Resuming ----------------------------------------------------------------------------------------------------------------

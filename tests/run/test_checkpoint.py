@@ -151,8 +151,29 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, model, opt, SoloLink(), keep=2)
     assert [p.name for p in checkpoint.finished(tmp_path)] == ["step-00000004", "step-00000005"]
     checkpoint.save(tmp_path, model, opt, SoloLink(), keep=2)  # the same step again replaces it
-    assert [p.name for p in checkpoint.finished(tmp_path)] == ["step-00000004", "step-00000005"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000004", "step-00000005"], "nothing is left lying about"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000004", "step-00000005.1"], "nothing is left lying about"
+    assert checkpoint.load(checkpoint.finished(tmp_path)[-1], model, opt, SoloLink()).step == 5
+
+
+def _batchnorm_run(link: TorchLink, folder: Path, save: bool) -> tuple:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    opt = build("data-parallel", model.parameters(), link)
+    if save:
+        torch.manual_seed(link.rank)
+        model(torch.randn(8, 3))
+        checkpoint.save(folder, model, opt, link, extra={"sent": 7.0}, group=link.group)
+        return model[1].running_mean.clone(), None
+    resumed = checkpoint.load(checkpoint.finished(folder)[-1], model, opt, link, group=link.group)
+    return model[1].running_mean.clone(), resumed
+
+
+def test_another_world_takes_the_first_workers_buffers_and_says_so(tmp_path: Path, pool: Pool) -> None:
+    first, _ = pool.run(_batchnorm_run, 2, tmp_path, True)[0]
+    for mean, resumed in pool.run(_batchnorm_run, 4, tmp_path, False):
+        assert torch.equal(mean, first)
+        assert resumed.notes == ["buffers such as BatchNorm's statistics are those of the first worker"]
+        assert resumed.extra == {"sent": 7.0}
 
 
 # --- What can go wrong -------------------------------------------------------------------------------------------------
@@ -247,7 +268,7 @@ def test_a_kill_at_any_moment_leaves_a_good_checkpoint(trial: int, tmp_path: Pat
     train(reference, reference_opt, 0, step)
     assert_same(snapshot(model), snapshot(reference))
     checkpoint.save(tmp_path, model, opt, SoloLink())
-    assert not [p for p in tmp_path.iterdir() if p.name == f".writing-step-{step:08d}"]
+    assert not list(tmp_path.glob(".writing-*")), "what the kill left is removed by the next save"
 
 
 def _environment() -> dict[str, str]:

@@ -96,7 +96,7 @@ def test_a_set_is_read_once(tmp_path: Path):
 )
 def test_a_missing_set_tells_how_to_get_it(kind: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(image_files, "FASHION_FOLDER", tmp_path / "nowhere")
-    for data, shown in ((None, "data=FOLDER"), (tmp_path / "gone", str(tmp_path / "gone")), (tmp_path, "no ")):
+    for data, shown in ((None, "--data FOLDER"), (tmp_path / "gone", str(tmp_path / "gone")), (tmp_path, "no ")):
         with pytest.raises(MissingData) as caught:
             make_task(f"cnn-{kind}", data=data)
         message = str(caught.value)

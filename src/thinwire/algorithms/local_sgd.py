@@ -62,6 +62,8 @@ class LocalSGD(Wrapper):
         settings = {"H": H, "average_inner": average_inner}
         super().__init__(inner, link, H=H, codec=codec, slots={"anchor": "param"}, settings=settings, **policy)
         self.average_inner = average_inner
+        if average_inner:
+            self.synced = frozenset({"param", "inner"})
         for p in self._active:
             wire = self.codec.wire_dtype if isinstance(self.codec, Dense) else None
             if wire is None or torch.promote_types(p.dtype, wire) != wire:

@@ -69,7 +69,8 @@ class Meter:
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
         """Go on counting from saved totals."""
-        self.totals = Totals(**state_dict)  # type: ignore[arg-type]
+        counts = {name: int(state_dict[name]) for name in ("rounds", "payload", "sent", "received")}
+        self.totals = Totals(**counts, waiting=float(state_dict["waiting"]))
 
 
 class Metered(LinkDecorator):

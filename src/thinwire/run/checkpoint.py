@@ -9,6 +9,8 @@ A checkpoint is written aside and then renamed, so that a kill at any moment lea
     run/checkpoints/step-00000040/     finished: thinwire.json and the files of torch.distributed.checkpoint
     run/checkpoints/.writing-.../      being written, or left by a kill: ignored, and removed by the next save
 
+A step that is saved twice (by a run that went back to an older checkpoint) becomes step-00000040.1 before the first is removed.
+
 Loading reads everything into buffers of its own and checks it before anything of the model or the optimizer is changed.
 """
 
@@ -37,7 +39,7 @@ from thinwire.links.base import Link
 from thinwire.links.shards import reshard
 
 FORMAT = 1
-_FINISHED = re.compile(r"step-(\d+)")
+_FINISHED = re.compile(r"step-(\d+)(?:\.(\d+))?")
 _DESCRIPTION = "thinwire.json"
 
 
@@ -60,8 +62,8 @@ def finished(folder: Path) -> list[Path]:
     """All finished checkpoints in `folder`, oldest first."""
     if not folder.is_dir():
         return []
-    named = [(int(m[1]), p) for p in folder.iterdir() if (m := _FINISHED.fullmatch(p.name)) and (p / _DESCRIPTION).is_file()]
-    return [p for _, p in sorted(named)]
+    named = [(int(m[1]), int(m[2] or 0), p) for p in folder.iterdir() if (m := _FINISHED.fullmatch(p.name))]
+    return [p for *_, p in sorted(named) if (p / _DESCRIPTION).is_file()]
 
 
 def save(
@@ -89,12 +91,13 @@ def save(
         The finished checkpoint's folder.
     """
     reshard(model)
-    target = folder / f"step-{optimizer.steps:08d}"
-    aside = folder / f".writing-{target.name}"
+    target = _free_name(folder, f"step-{optimizer.steps:08d}") if _is_first(group) else folder
+    aside = folder / f".writing-step-{optimizer.steps:08d}"
     state = _flat_state(model, optimizer, link, extra or {})
     try:
         if _is_first(group):
-            shutil.rmtree(aside, ignore_errors=True)
+            for left in folder.glob(".writing-*"):
+                shutil.rmtree(left, ignore_errors=True)
             aside.mkdir(parents=True)
         _everyone(group)
         with _quiet():
@@ -102,12 +105,11 @@ def save(
         if _is_first(group):
             _write_description(aside / _DESCRIPTION, optimizer, link)
             _publish(aside, target)
-            for old in finished(folder)[: -max(1, keep)]:
-                shutil.rmtree(old, ignore_errors=True)
+            _remove_old(folder, keep)
     except OSError as cause:
         raise CheckpointError(f"could not write the checkpoint {target}: {cause}; older ones are untouched") from cause
     _everyone(group)
-    return target
+    return finished(folder)[-1]
 
 
 def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link, *, group: dist.ProcessGroup | None = None) -> Resumed:
@@ -129,7 +131,8 @@ def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link, *, grou
     stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     names = _parameter_names(model, optimizer)
     parameters = dict(model.named_parameters())
-    wanted = ("replicated/", f"worker{link.rank}/") if same_world else ("replicated/",)
+    # Another world takes what it can from the first worker: buffers such as BatchNorm's statistics, and the meter.
+    wanted = ("replicated/", f"worker{link.rank}/") if same_world else ("replicated/", "worker0/buffer/", "worker0/extra/")
     state: dict[str, Any] = {}
     for key, kind in stored.items():
         if key.startswith(wanted) and isinstance(kind, TensorStorageMetadata):
@@ -228,6 +231,8 @@ def _fill_for_another_world(
                 lost.add(key)
     if "inner" not in optimizer.replicated and hasattr(optimizer, "inner"):
         lost.add("the inner optimizer's state")
+    if any(key.startswith("buffer/") for key in parts):
+        notes.append("buffers such as BatchNorm's statistics are those of the first worker")
     if lost:
         notes.append(f"re-initialised, since it was each worker's own: {', '.join(sorted(lost))}")
     return notes
@@ -317,15 +322,23 @@ def _publish(aside: Path, target: Path) -> None:
     for file in aside.iterdir():
         _sync(file)
     _sync(aside)
-    if target.exists():  # the same step was saved before, by a run that was resumed from an older one
-        old = target.with_name(f".old-{target.name}")
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-        aside.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        aside.rename(target)
+    aside.rename(target)
     _sync(target.parent)
+
+
+def _free_name(folder: Path, name: str) -> Path:
+    """A name for a new checkpoint; another one where the same step was saved before."""
+    number = max([-1, *(int(m[2] or 0) for p in folder.glob(f"{name}*") if (m := _FINISHED.fullmatch(p.name)))]) + 1
+    return folder / (f"{name}.{number}" if number else name)
+
+
+def _remove_old(folder: Path, keep: int) -> None:
+    """Leave the newest `keep` steps, each once."""
+    newest = {path.name.partition(".")[0]: path for path in finished(folder)}
+    kept = set(list(newest.values())[-max(1, keep) :])
+    for path in finished(folder):
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:

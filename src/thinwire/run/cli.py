@@ -225,7 +225,8 @@ def _show_summary(folder: Path) -> None:
         share = 100 * figures["waiting"] / seconds if seconds else 0.0
         versus = f" ({less:.0f}x fewer bytes than sending every gradient)" if less >= 1.5 else ""
         whom = "worker" if figures["shards"] == 1 else f"process ({figures['shards']} to a worker)"
-        print(f"sent {show_bytes(sent)} per {whom} in {figures['rounds']} rounds{versus}, {share:.0f}% of the time waiting")
+        rounds = f"{figures['rounds']} round{'' if figures['rounds'] == 1 else 's'}"
+        print(f"sent {show_bytes(sent)} per {whom} in {rounds}{versus}, {share:.0f}% of the time waiting")
     print(f"run folder: {folder}")
 
 
@@ -387,7 +388,8 @@ def _tasks(arguments: list[str]) -> int:
         print(f"{name:{width}}  {description}")
     print(
         "\n--data reads your own text (gpt-*) or an image set. --non-iid makes the workers' data differ: for gpt-* the share\n"
-        "of sequences from a worker's own part of the files (0 to 1), for images the alpha of a Dirichlet split by label."
+        "of sequences from a worker's own part of the files (0 to 1), for images the alpha of a Dirichlet split by label,\n"
+        "for the quadratic the distance from each worker's optimum to the common one."
     )
     return 0
 

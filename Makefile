@@ -22,7 +22,7 @@ lint: $(VENV)/.dev ## Ruff (rules and format) and the import layers.
 	$(BIN)/lint-imports
 
 types: $(VENV)/.dev ## Pyright.
-	$(BIN)/pyright --warnings
+	$(BIN)/pyright --pythonpath $(BIN)/python --warnings
 
 docs: $(VENV)/.dev ## Build the docs into site/; fails on a broken link or an undocumented public name.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -32,8 +32,7 @@ _CALLED = {"mean": "all-reduce", "gather": "all-gather"}
 class TorchLink(Link):
     """A link over a process group, or over one axis of a device mesh.
 
-    Example:
-        >>> link = TorchLink(mesh["replicate"], timeout=120)  # doctest: +SKIP
+    `TorchLink(mesh["replicate"], timeout=120)` is the slow axis of a mesh whose fast axis FSDP2 uses.
 
     Args:
         group: a process group, a 1-D `DeviceMesh` such as `mesh["replicate"]`, or None for the default group.

@@ -125,7 +125,35 @@ def test_ctrl_c_ends_all_workers_and_says_so(tmp_path: Path) -> None:
             job.kill()
     assert job.returncode == 130
     assert errors == "thinwire: error: stopped by Ctrl-C; finished checkpoints are kept\n"
-    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    assert not any(_is_running(worker) for worker in workers)
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=["SIGTERM", "SIGKILL"])
+def test_no_worker_outlives_its_launcher(sent: signal.Signals, code: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "thinwire", "train", "--steps", "5000", "--workers", "2", "--out", str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
+        try:
+            deadline = time.monotonic() + 60
+            while not (tmp_path / "run" / "metrics.jsonl").exists():
+                assert time.monotonic() < deadline and job.poll() is None
+                time.sleep(0.05)
+            workers = [_worker_process(job.pid, rank) for rank in range(2)]
+            job.send_signal(sent)
+            assert job.wait(timeout=30) == code
+        finally:
+            job.kill()
+    deadline = time.monotonic() + 10
+    while any(_is_running(worker) for worker in workers):
+        assert time.monotonic() < deadline, "a worker is left behind"
+        time.sleep(0.1)
+
+
+def _is_running(pid: int) -> bool:
+    """Whether a process exists and is more than a zombie that nobody has collected yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_under_torchrun_it_joins_the_job(tmp_path: Path) -> None:

@@ -47,22 +47,27 @@ def launch(folder: Path, processes: int, *, timeout: float, resume: bool, checkp
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is ours: no worker shall open one
         "OMP_NUM_THREADS": str(threads),
         "THINWIRE_THREADS": str(threads),
+        "THINWIRE_LAUNCHER": str(os.getpid()),
         "THINWIRE_TIMEOUT": str(timeout),
         "THINWIRE_RESUME": "1" if resume else "0",
         "THINWIRE_CHECKPOINT_EVERY": str(checkpoint_every),
     }
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "thinwire.run.worker", str(folder)],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(processes)
-    ]
+    workers: list[subprocess.Popen[bytes]] = []
+    before = signal.signal(signal.SIGTERM, _terminated)
     try:
+        for rank in range(processes):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = [sys.executable, "-m", "thinwire.run.worker", str(folder)]
+            workers.append(subprocess.Popen(command, env=environment | place))
         _see_through(workers, folder, timeout)
     finally:
         _end(workers)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminated(*_: object) -> None:
+    raise SystemExit(128 + signal.SIGTERM)  # passes through the clean-up, unlike the default
 
 
 def _see_through(workers: list[subprocess.Popen[bytes]], folder: Path, timeout: float) -> None:

@@ -11,6 +11,8 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -103,8 +105,20 @@ def _write_summary(path: Path, config: RunConfig, trainer: Trainer, progress: Pr
     aside.rename(path)
 
 
+def _end_with(launcher: int) -> None:
+    """End this process when its launcher is gone, however that went: nobody would see it through any more."""
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(0.5)
+        os._exit(EXIT_FAILED)
+
+    threading.Thread(target=watch, name="thinwire-launcher-watch", daemon=True).start()
+
+
 def main() -> None:
     """Entry point of a worker process started by the launcher."""
+    _end_with(int(os.environ["THINWIRE_LAUNCHER"]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which ends its workers
     folder = Path(sys.argv[1])
     torch.set_num_threads(int(os.environ.get("THINWIRE_THREADS", "1")))

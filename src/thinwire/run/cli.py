@@ -220,14 +220,19 @@ def _show_summary(folder: Path) -> None:
     sent, seconds = figures["sent"], figures["seconds"]
     less = ddp_bytes(figures) / sent if sent else float("inf")
     metric = f", accuracy {figures['val_accuracy']:.4f}" if "val_accuracy" in figures else ""
-    print(f"validation loss {figures['val_loss']:.4f}{metric} after {figures['step']} steps on {figures['workers']} workers")
+    done = f"after {_counted(figures['step'], 'step')} on {_counted(figures['workers'], 'worker')}"
+    print(f"validation loss {figures['val_loss']:.4f}{metric} {done}")
     if figures["workers"] > 1:
         share = 100 * figures["waiting"] / seconds if seconds else 0.0
         versus = f" ({less:.0f}x fewer bytes than sending every gradient)" if less >= 1.5 else ""
         whom = "worker" if figures["shards"] == 1 else f"process ({figures['shards']} to a worker)"
-        rounds = f"{figures['rounds']} round{'' if figures['rounds'] == 1 else 's'}"
+        rounds = _counted(figures["rounds"], "round")
         print(f"sent {show_bytes(sent)} per {whom} in {rounds}{versus}, {share:.0f}% of the time waiting")
     print(f"run folder: {folder}")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def ddp_bytes(figures: dict[str, Any]) -> float:

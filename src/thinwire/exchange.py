@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -33,15 +34,25 @@ def _alone(flag: bool) -> bool:
     return flag
 
 
+class Options(TypedDict, total=False):
+    """Keyword arguments of `average` and `post_average`.
+
+    Attributes:
+        round: number of the round, for codecs that change with it.
+        want_sent: also return what the others decode of this worker's own message (for error feedback).
+        withdraw: this worker knows that it has nothing good to give: refuse the round on all workers in its name.
+        any_shard: where the worker's model is sharded over processes, tells whether any of them raised its flag, so that all
+            shards of a worker refuse a round together.
+    """
+
+    round: int
+    want_sent: bool
+    withdraw: bool
+    any_shard: AnyShard
+
+
 def average(
-    link: Link,
-    codec: Codec,
-    tensors: Sequence[Tensor],
-    *,
-    round: int = 0,
-    want_sent: bool = False,
-    withdraw: bool = False,
-    any_shard: AnyShard = _alone,
+    link: Link, codec: Codec, tensors: Sequence[Tensor], **options: Unpack[Options]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Mean over all workers of what each one's message decodes to. ONE message, whatever the number of tensors.
 
@@ -49,11 +60,7 @@ def average(
         link: the wire.
         codec: what is sent of the tensors.
         tensors: this worker's contribution: any shapes, on one device; not changed.
-        round: number of the round, for codecs that change with it.
-        want_sent: also return what the others decode of this worker's own message (for error feedback).
-        withdraw: this worker knows that it has nothing good to give: refuse the round on all workers in its name.
-        any_shard: where the worker's model is sharded over processes, tells whether any of them raised its flag, so that
-            all shards of a worker refuse a round together.
+        **options: see `Options`.
 
     Returns:
         The mean, bit-identical on every worker, and what this worker sent (an empty list unless asked for).
@@ -61,8 +68,7 @@ def average(
     Raises:
         NonFiniteRound: on every worker, when any contribution (or the sum) is not finite.
     """
-    pending = post_average(link, codec, tensors, round=round, want_sent=want_sent, withdraw=withdraw, any_shard=any_shard)
-    return pending.wait()
+    return post_average(link, codec, tensors, **options).wait()
 
 
 def post_average(
@@ -82,7 +88,8 @@ def post_average(
     else:  # a codec that is not linear might turn a NaN into something finite: look at what goes in
         payload, sent = _with_status_byte(codec, tensors, round, want_sent, withdraw or not all_finite(tensors), any_shard)
     ticket = link.post(payload, "mean" if codec.linear else "gather")
-    return PendingAverage(link, codec, [torch.empty_like(t, device="meta") for t in tensors], round, ticket, sent, any_shard)
+    like = [torch.empty_like(t, device="meta") for t in tensors]  # shapes only: the tensors may change meanwhile
+    return PendingAverage(link, codec, like, round, ticket, sent, any_shard)
 
 
 def message_nbytes(link: Link, codec: Codec, tensors: Sequence[Tensor]) -> int:

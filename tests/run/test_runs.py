@@ -110,15 +110,20 @@ def _worker_process(launcher: int, rank: int) -> int:
     raise AssertionError(f"no worker with rank {rank}")
 
 
+def _workers_once_training(job: subprocess.Popen, folder: Path) -> list[int]:
+    """The process ids of two workers, as soon as the run writes metrics."""
+    deadline = time.monotonic() + 60
+    while not (folder / "metrics.jsonl").exists():
+        assert time.monotonic() < deadline and job.poll() is None
+        time.sleep(0.05)
+    return [_worker_process(job.pid, rank) for rank in range(2)]
+
+
 def test_ctrl_c_ends_all_workers_and_says_so(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "thinwire", "train", "--steps", "5000", "--workers", "2", "--out", str(tmp_path / "run")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
         try:
-            deadline = time.monotonic() + 60
-            while not (tmp_path / "run" / "metrics.jsonl").exists():
-                assert time.monotonic() < deadline and job.poll() is None
-                time.sleep(0.05)
-            workers = [_worker_process(job.pid, rank) for rank in range(2)]
+            workers = _workers_once_training(job, tmp_path / "run")
             job.send_signal(signal.SIGINT)
             _, errors = job.communicate(timeout=30)
         finally:
@@ -133,11 +138,7 @@ def test_no_worker_outlives_its_launcher(sent: signal.Signals, code: int, tmp_pa
     command = [sys.executable, "-m", "thinwire", "train", "--steps", "5000", "--workers", "2", "--out", str(tmp_path / "run")]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
         try:
-            deadline = time.monotonic() + 60
-            while not (tmp_path / "run" / "metrics.jsonl").exists():
-                assert time.monotonic() < deadline and job.poll() is None
-                time.sleep(0.05)
-            workers = [_worker_process(job.pid, rank) for rank in range(2)]
+            workers = _workers_once_training(job, tmp_path / "run")
             job.send_signal(sent)
             assert job.wait(timeout=30) == code
         finally:

@@ -406,6 +406,11 @@ def test_a_difference_is_named_with_both_values_and_ranks_on_all(change: dict, s
         assert str(error).count(" on rank 0") == 1, "nothing else is said to differ"
 
 
+def test_a_shard_without_a_difference_refuses_with_the_shard_that_has_one() -> None:
+    with pytest.raises(FingerprintMismatch, match="another shard of this worker says in what"):
+        handshake(SoloLink(), {"lr": 1.0}, any_shard=lambda _: True)
+
+
 def test_a_key_that_is_missing_is_named() -> None:
     without = {k: v for k, v in SETTINGS.items() if k != "lr"}
     for error in shaken(SETTINGS, without):

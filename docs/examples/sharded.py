@@ -13,7 +13,7 @@ model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Li
 fully_shard(model, mesh=mesh["shard"])  # the fast axis, inside a worker
 link = thinwire.TorchLink(mesh["replicate"])  # the slow axis, between workers
 opt = thinwire.DiLoCo(torch.optim.AdamW(model.parameters(), lr=1e-2), link, H=16)
-data = torch.Generator().manual_seed(1 + link.rank)  # link.rank is the worker's number: its shards read the same batch
+data = torch.Generator().manual_seed(1 + torch.distributed.get_rank())  # each process reads data of its own
 for _ in range(200):
     x = torch.randn(32, 8, generator=data)
     loss = (model(x) - x.sum(1, keepdim=True)).square().mean()

@@ -115,11 +115,13 @@ class Algorithm(Optimizer):
         self._greeted = False
         self._withdrawn = False
         super().__init__(params, {**(defaults or {}), **dict.fromkeys(_COUNTERS, 0)})
+        if not self._active:
+            raise ConfigError(f"{type(self).__name__} has nothing to train: no parameter requires a gradient")
         self.shards = Shards(self._active)
 
     # --- What a method writes ------------------------------------------------------------------------------------------
 
-    def local(self) -> None:
+    def local_step(self) -> None:
         """What happens at every step without the network; nothing for most methods that exchange at every step."""
 
     def update(self) -> None:
@@ -193,11 +195,11 @@ class Algorithm(Optimizer):
                 loss = closure()
         with torch.no_grad():
             self._greet()
-            self._refuse_frozen_gradients()
+            self._refuse_strangers()
             self._unscale_gradients()
             self._set_counter("thinwire_step", self.steps + 1)
             self.link.tick()
-            self.local()
+            self.local_step()
             self.due = self.schedule.due(self.steps)
             if self.due:
                 self._round()
@@ -254,6 +256,8 @@ class Algorithm(Optimizer):
         else:
             if self.alarm_every and self.rounds % self.alarm_every == 0:
                 self._check_replicas()
+        finally:
+            self._withdrawn = False
 
     def _take_back(self, *, poisoned: bool) -> None:
         self.aborted_rounds += 1
@@ -265,7 +269,7 @@ class Algorithm(Optimizer):
     def _greet(self) -> None:
         """Compare fingerprints once, at the first step: a wrong setting is found before H steps are spent on it."""
         if not self._greeted:
-            handshake(self.link, self.fingerprint())
+            handshake(self.link, self.fingerprint(), any_shard=self.shards.any)
             self._greeted = True
 
     def fingerprint(self) -> dict[str, object]:
@@ -289,6 +293,8 @@ class Algorithm(Optimizer):
             **policy,
             "group": groups,
             "tensor": tensors,
+            "steps so far": self.steps,
+            "rounds so far": self.rounds,
             "starting value of": {
                 name: f"{hash_tensors(values):x}" for name, values in self.shared_state().items() if self._is_replicated(name)
             },
@@ -327,12 +333,20 @@ class Algorithm(Optimizer):
         grads = [local(p.grad) for p in self._active if p.grad is not None]
         return not self.shards.any(not all_finite(grads))
 
-    def _refuse_frozen_gradients(self) -> None:
+    def _refuse_strangers(self) -> None:
+        """Parameters that came in or woke up behind our back would be trained, but never exchanged."""
+        known = len(self._active) + len(self._frozen)
+        there = sum(len(group["params"]) for group in self.param_groups)
+        if there != known:
+            raise ConfigError(
+                f"{there - known} parameters were added to the inner optimizer after {type(self).__name__} was made: "
+                f"call add_param_group of {type(self).__name__} instead"
+            )
         for p in self._frozen:
             if p.grad is not None:
                 raise ConfigError(
                     f"a parameter of shape {tuple(p.shape)} has a gradient but was frozen when {type(self).__name__} was made: "
-                    "unfreeze parameters first, then make the optimizer, or add them with add_param_group"
+                    "unfreeze it first, then make the optimizer"
                 )
 
     def _unscale_gradients(self) -> None:
@@ -357,6 +371,8 @@ class Algorithm(Optimizer):
             if not p.requires_grad:
                 self._frozen.append(p)
                 continue
+            if not p.is_floating_point():
+                raise ConfigError(f"parameters must be real floating-point tensors, got {p.dtype} of shape {tuple(p.shape)}")
             self._active.append(p)
             # An entry even without slots: with an empty state torch's checkpointing would take a step "to initialise" it.
             state = self.state[p]
@@ -370,6 +386,7 @@ class Algorithm(Optimizer):
         state = self._checked(state_dict)
         self._load_groups(state_dict["param_groups"])
         self._load_slots(state)
+        self._greeted = False  # all workers must have loaded the same step
 
     def _checked(self, state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
         """The state by parameter number, once it is known to fit.
@@ -410,6 +427,12 @@ class Algorithm(Optimizer):
         active = {id(p) for p in self._active}
         return [(i, p) for i, p in enumerate(everyone) if id(p) in active]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse copy and pickle: a link cannot be copied along."""
+        raise TypeError(
+            f"{type(self).__name__} holds a link and cannot be copied or pickled: use state_dict() and a new object"
+        )
+
     def __repr__(self) -> str:
         """The method and its settings, on one line."""
         settings = ", ".join(f"{k}={v!r}" for k, v in self.settings.items())
@@ -447,6 +470,8 @@ class Wrapper(Algorithm):
         """Take over the inner optimizer's parameter groups."""
         if not isinstance(inner, Optimizer):
             raise ConfigError(f"the inner optimizer must be a torch.optim.Optimizer, got {type(inner).__name__}")
+        if isinstance(inner, torch.optim.LBFGS):
+            raise ConfigError("LBFGS evaluates its closure several times a step and cannot be an inner optimizer")
         if isinstance(inner, Algorithm):
             raise ConfigError(f"{type(inner).__name__} cannot be the inner optimizer of {type(self).__name__}: it uses a link")
         self._wrapping = True
@@ -457,7 +482,7 @@ class Wrapper(Algorithm):
         self.param_groups = inner.param_groups  # one list, so that whoever sets an lr sets it for both
         self._wrapping = False
 
-    def local(self) -> None:
+    def local_step(self) -> None:
         """One step of the inner optimizer; skipped when this worker's gradient is not finite."""
         if self.gradients_finite():
             self.inner.step()
@@ -485,6 +510,20 @@ class Wrapper(Algorithm):
                 if isinstance(value, Tensor) and value.is_floating_point() and value.shape == p.shape and key != "step":
                     found.setdefault(key, []).append(local(value))
         return found
+
+    def make_inner_state(self) -> None:
+        """Make the inner optimizer's state where it is not there yet, as if it had begun at zero.
+
+        A worker that has skipped a step, or has had no gradient for some parameter, has no state for it; one that averages
+        moments needs them all.
+        """
+        for p in self._active:
+            if not self.inner.state.get(p):
+                made = _placeholders(self.inner, p)
+                odd = [k for k, v in made.items() if isinstance(v, Tensor) and v.shape != p.shape and k != "step"]
+                if odd:
+                    raise ConfigError(f"{type(self.inner).__name__} keeps {odd[0]!r}, which does not begin at zero")
+                self.inner.state[p] = made
 
     # --- Parameter groups and state dicts ------------------------------------------------------------------------------
 
@@ -520,6 +559,7 @@ class Wrapper(Algorithm):
         self.inner.load_state_dict({"state": inner, "param_groups": groups})
         self.param_groups = self.inner.param_groups  # loading has replaced the list
         self._load_slots(state)
+        self._greeted = False  # all workers must have loaded the same step
 
 
 def _overwrite(params: list[Tensor], values: list[Tensor], model: nn.Module | None = None) -> None:
@@ -536,7 +576,8 @@ def _placeholders(inner: Optimizer, p: Tensor) -> dict[str, Any]:
     stand_in = torch.nn.Parameter(torch.zeros_like(p.detach()))
     stand_in.grad = torch.zeros_like(stand_in)
     twin = object.__new__(type(inner))
-    twin.__dict__.update({k: v for k, v in inner.__dict__.items() if k != "step"})
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # the user's: this is no step of theirs
+    twin.__dict__.update({k: type(v)() if k in hooks else v for k, v in inner.__dict__.items() if k != "step"})
     twin.state = type(inner.state)(dict)
     twin.param_groups = [{**group, "params": [stand_in]}]
     twin.step()

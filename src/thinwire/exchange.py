@@ -186,12 +186,13 @@ def _with_status_byte(
 # --- The handshake -----------------------------------------------------------------------------------------------------
 
 
-def handshake(link: Link, fingerprint: Mapping[str, object]) -> None:
+def handshake(link: Link, fingerprint: Mapping[str, object], *, any_shard: AnyShard = _alone) -> None:
     """Refuse to begin unless all workers were started with the same settings.
 
     Args:
         link: the wire.
         fingerprint: names and JSON-able values of all that must agree.
+        any_shard: see `Options`.
 
     Raises:
         FingerprintMismatch: on every worker, naming what differs, where, and both values.
@@ -200,16 +201,23 @@ def handshake(link: Link, fingerprint: Mapping[str, object]) -> None:
     text = json.dumps(told, default=str)
     digest = hashlib.sha256(json.dumps(told, default=str, sort_keys=True).encode()).digest()
     digests = link.all_gather(Payload.of_bytes(digest, purpose="handshake", fixed=True))
-    if len({d.to_bytes() for d in digests}) == 1:
+    differ = len({d.to_bytes() for d in digests}) > 1
+    if not any_shard(differ):
         return
+    if not differ:
+        raise FingerprintMismatch("workers were started differently: another shard of this worker says in what")
     texts = link.all_gather(Payload.of_bytes(text.encode(), purpose="handshake"))
     first, *others = [json.loads(t.to_bytes()) for t in texts]
     for rank, other in enumerate(others, start=1):
         differences = _differences(first, other, rank)
         if differences:
             more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
-            raise FingerprintMismatch(f"workers were started differently: {'; '.join(differences[:3])}{more}")
+            hint = _SEED_HINT if differences[0].startswith("starting value") else ""
+            raise FingerprintMismatch(f"workers were started differently: {'; '.join(differences[:3])}{more}{hint}")
     raise AssertionError("digests differ, but no setting does")
+
+
+_SEED_HINT = ": seed all workers alike before the model is built, or load the same weights on all of them"
 
 
 class _Missing:
@@ -246,7 +254,7 @@ def compare_replicas(link: Link, hashes: Mapping[str, int], *, round: int, any_s
         link: the wire.
         hashes: `hash_tensors` of each named part of the state.
         round: for the message.
-        any_shard: see `average`.
+        any_shard: see `Options`.
 
     Raises:
         Diverged: on every worker, naming the part and the ranks that differ from rank 0.

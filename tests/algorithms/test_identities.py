@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -96,11 +97,32 @@ def test_local_adam_averages_the_moments() -> None:
         assert_same(after_a[key], after_b[key])
 
 
-def test_local_adam_wants_every_moment_to_exist() -> None:
+@pytest.mark.parametrize("bad_rank", [None, 1], ids=["no gradient for one parameter", "and a NaN on one worker"])
+def test_local_adam_averages_moments_that_a_worker_has_not_made_yet(bad_rank: int | None) -> None:
+    def worker(link: Link) -> tuple:
+        model = model_of()
+        opt = build("local-adam", model.parameters(), link, H=1, alarm_every=1)
+        backward(model, link.rank, 1)  # an odd step: one parameter has no gradient
+        if link.rank == bad_rank:
+            model.first.weight.grad.fill_(float("nan"))
+        opt.step()
+        opt.zero_grad()
+        train(model, opt, link.rank, 2, first=2)
+        return snapshot(model), opt.inner_state(), opt.aborted_rounds
+
+    (a, moments_a, aborted), (b, moments_b, _) = World(2).run(worker)
+    assert aborted == 0
+    assert_same(a, b)
+    assert len(moments_a["exp_avg"]) == 5
+    for key in moments_a:
+        assert_same(moments_a[key], moments_b[key])
+
+
+def test_local_adam_refuses_an_inner_state_that_does_not_begin_at_zero() -> None:
     model = model_of()
-    opt = build("local-sgd", model.parameters(), SoloLink(), H=1, average_inner=True)
-    with pytest.raises(ConfigError, match="only 4 of 5 have 'exp_avg'"):
-        train(model, opt, 0, 1, first=1)  # an odd step: one parameter has no gradient
+    opt = build("local-adam", model.parameters(), SoloLink(), H=1, inner=lambda p: torch.optim.NAdam(p))
+    with pytest.raises(ConfigError, match="NAdam keeps 'mu_product', which does not begin at zero"):
+        train(model, opt, 0, 1)
 
 
 def test_local_sgd_refuses_a_wire_that_would_round_the_weights() -> None:
@@ -133,8 +155,9 @@ def test_diloco_keeps_float32_state_for_bf16_parameters() -> None:
         ({"H": 0}, "H must be a whole number of at least 1, got 0"),
         ({"H": -3}, "got -3"),
         ({"H": 2.5}, "got 2.5"),
-        ({"outer_lr": 0.0}, "outer_lr must be above zero, got 0.0"),
+        ({"outer_lr": 0.0}, "outer_lr must be above zero and finite, got 0.0"),
         ({"outer_lr": float("nan")}, "got nan"),
+        ({"outer_lr": float("inf")}, "got inf"),
         ({"outer_momentum": 1.0}, r"outer_momentum must be in \[0, 1\), got 1.0"),
         ({"alarm_every": -1}, "alarm_every must be a whole number of at least 0, got -1"),
     ],
@@ -152,6 +175,39 @@ def test_wrong_objects_are_refused_by_name() -> None:
         thinwire.DiLoCo(sgd(params), None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="cannot be the inner optimizer of DiLoCo"):
         thinwire.DiLoCo(thinwire.DataParallel(sgd(params), SoloLink()), SoloLink())
+
+
+def test_what_cannot_be_wrapped_is_refused_by_name() -> None:
+    weights = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ConfigError, match="LBFGS evaluates its closure several times"):
+        thinwire.DiLoCo(torch.optim.LBFGS([weights]), SoloLink())
+    with pytest.raises(ConfigError, match=r"real floating-point tensors, got torch.complex64 of shape \(2,\)"):
+        thinwire.DiLoCo(sgd([torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))]), SoloLink())
+    with pytest.raises(ConfigError, match="DiLoCo has nothing to train"):
+        thinwire.DiLoCo(sgd([torch.nn.Parameter(torch.ones(2), requires_grad=False)]), SoloLink())
+
+
+def test_parameters_added_behind_its_back_are_refused() -> None:
+    inner = sgd([torch.nn.Parameter(torch.ones(3))])
+    opt = thinwire.DiLoCo(inner, SoloLink())
+    inner.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    with pytest.raises(ConfigError, match=r"1 parameters were added to the inner optimizer .* add_param_group of DiLoCo"):
+        opt.step()
+
+
+def test_copies_are_refused_and_state_dict_fires_no_hooks() -> None:
+    model = model_of()
+    inner = adamw(model.parameters())
+    opt = thinwire.DiLoCo(inner, SoloLink())
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled: use state_dict\(\)"):
+        copy.deepcopy(opt)
+    fired = []
+    inner.register_step_pre_hook(lambda *_: fired.append("pre"))
+    inner.register_step_post_hook(lambda *_: fired.append("post"))
+    opt.state_dict()
+    assert fired == []
+    train(model, opt, 0, 1)
+    assert fired == ["pre", "post"]
 
 
 # --- Gates -----------------------------------------------------------------------------------------------------------------
@@ -208,7 +264,25 @@ def test_workers_that_start_from_other_weights_are_refused(name: str, what: str)
         model = model_of(seed=link.rank)
         train(model, build(name, model.parameters(), link), link.rank, 1)
 
-    with pytest.raises(thinwire.errors.FingerprintMismatch, match=f"starting value of.{what} is '.*' on rank 0 and"):
+    with pytest.raises(thinwire.errors.FingerprintMismatch, match=f"starting value of.{what} is '.*' on rank 0 .*: seed all"):
+        World(2).run(worker)
+
+
+def test_workers_that_resume_from_different_steps_are_refused() -> None:
+    saved = {}
+    for steps in (1, 3):
+        model = model_of()
+        opt = build("diloco", model.parameters(), SoloLink())
+        train(model, opt, 0, steps)
+        saved[steps] = opt.state_dict()
+
+    def worker(link: Link) -> None:
+        model = model_of()
+        opt = build("diloco", model.parameters(), link)
+        opt.load_state_dict(saved[1 + 2 * link.rank])
+        train(model, opt, link.rank, 1)
+
+    with pytest.raises(thinwire.errors.FingerprintMismatch, match="steps so far is 1 on rank 0 and 3 on rank 1"):
         World(2).run(worker)
 
 
@@ -304,12 +378,27 @@ def test_the_bytes_of_torchs_ddp_are_metered_by_the_same_formula(pool: Pool) -> 
         assert sent == 3 * (2 * 4 * parameters * 3 // 4)
 
 
-def test_data_parallel_bytes_are_the_documented_formula() -> None:
-    """2 N (M - 1) / M with N = 4 (P + T + M), as docs/algorithms.md has it."""
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("data-parallel", lambda P, T: P + T),
+        ("local-sgd", lambda P, T: P),
+        ("local-adam", lambda P, T: 3 * P),
+        ("diloco", lambda P, T: P),
+    ],
+)
+@pytest.mark.parametrize(("wire", "b"), [("fp32", 4), ("bf16", 2)])
+def test_bytes_are_the_documented_formula(name: str, values: Callable[[int, int], int], wire: str, b: int) -> None:
+    """2 N (M - 1) / M with N = b (values + M), as each method's page has it: P parameters in T tensors, M workers."""
+    dtype = torch.bfloat16 if wire == "bf16" else torch.float32
 
     def worker(link: Link) -> tuple:
-        model, metered = model_of(), Metered(link)
-        opt = build("data-parallel", model.parameters(), metered)
+        model, metered = model_of(dtype=dtype), Metered(link)
+        opt = (
+            build(name, model.parameters(), metered, H=1, codec=Dense(wire))
+            if name != "data-parallel"
+            else build(name, model.parameters(), metered, codec=Dense(wire))
+        )
         train(model, opt, link.rank, 5)
         trained = [p for p in model.parameters() if p.requires_grad]
         return metered.meter, sum(p.numel() for p in trained), len(trained)
@@ -317,4 +406,4 @@ def test_data_parallel_bytes_are_the_documented_formula() -> None:
     M = 4
     for meter, P, T in World(M).run(worker):
         rounds = [e for e in meter.recent if e.purpose == "round"]
-        assert [e.sent for e in rounds] == [2 * 4 * (P + T + M) * (M - 1) // M] * 5
+        assert [e.sent for e in rounds] == [2 * b * (values(P, T) + M) * (M - 1) // M] * 5

@@ -182,36 +182,41 @@ def test_a_poisoned_worker_is_named_refused_and_healed(name: str) -> None:
         if link.rank == 1:
             with torch.no_grad():
                 model.first.weight.fill_(float("nan"))
+                for tensors in opt.inner_state().values():
+                    tensors[0].fill_(float("inf"))
         opt.zero_grad()
         for step in range(H + 1, 3 * H + 1):
             backward(model, link.rank, step)
             opt.step()
             opt.zero_grad()
-        return opt.aborted_rounds, snapshot(model)
+        return opt.aborted_rounds, snapshot(model), [t for tensors in opt.inner_state().values() for t in tensors]
 
     results = World(3).run(worker)
-    assert [aborted for aborted, _ in results] == [1, 1, 1], "refused on ALL workers, once"
-    for _, params in results:
+    assert [aborted for aborted, *_ in results] == [1, 1, 1], "refused on ALL workers, once"
+    for _, params, moments in results:
+        assert all(bool(torch.isfinite(t).all()) for t in moments), "the inner optimizer is healed too"
         assert all(bool(torch.isfinite(p).all()) for p in params)
         assert_same(params, results[0][1])
 
 
 @every
 def test_on_nonfinite_raise_stops_all_workers_together_with_the_culprit_named(name: str) -> None:
-    def worker(link: thinwire.Link) -> tuple[str, tuple[int, ...]]:
-        model = model_of()
+    def worker(link: thinwire.Link) -> tuple:
+        model, refused = model_of(), []
         opt = build(name, model.parameters(), link, on_nonfinite="raise")
-        for step in range(1, H + 1):
+        for step in range(1, 2 * H + 1):
             backward(model, link.rank, step)
             if link.rank == 1 and step == 2:
                 model.first.weight.grad[0, 0] = float("nan")
             try:
                 opt.step()
             except thinwire.errors.NonFiniteRound as refusal:
-                return str(refusal), refusal.culprits
-        return "went on", ()
+                refused.append((str(refusal), refusal.culprits))
+            opt.zero_grad()
+        return refused, opt.aborted_rounds
 
-    for message, culprits in World(3).run(worker):
+    for refused, _ in World(3).run(worker):
+        ((message, culprits),) = refused  # once: those who catch it may go on
         assert "refused on all 3 workers: NaN or Inf in the contribution of rank 1" in message
         assert culprits == (1,)
 

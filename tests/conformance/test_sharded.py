@@ -24,7 +24,7 @@ class Uneven(nn.Module):
         self.first = nn.Linear(5, 7)
         self.second = nn.Linear(7, 3, bias=False)
         self.gain = nn.Parameter(torch.ones(1))  # one row: the second shard holds nothing of it
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.frozen = nn.Parameter(torch.rand(3), requires_grad=False)
         self.sometimes = nn.Parameter(torch.full((2, 1), 0.1))
 
     def forward(self, x: Tensor, step: int) -> Tensor:

@@ -13,8 +13,11 @@ from thinwire.algorithm import Algorithm, Wrapper
 from thinwire.algorithms import found
 from thinwire.links.base import Link
 from thinwire.links.shards import local
+from thinwire.run.config import PRESETS
 
-ALGORITHMS = found()
+# Every class by its name, and every preset that fixes some of a class's settings.
+FIXED: dict[str, dict[str, Any]] = {name: fixed for name, (_, fixed) in PRESETS.items() if fixed}
+ALGORITHMS = found() | {name: found()[PRESETS[name][0]] for name in FIXED}
 NAMES = list(ALGORITHMS)
 H = 4  # every method with a period gets this one
 
@@ -27,7 +30,7 @@ class Awkward(nn.Module):
         self.first = nn.Linear(5, width)
         self.second = nn.Linear(width, 3, bias=False)
         self.gain = nn.Parameter(torch.tensor(1.5))
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.frozen = nn.Parameter(torch.rand(3), requires_grad=False)
         self.sometimes = nn.Parameter(torch.full((2, 1), 0.1))
 
     def forward(self, x: Tensor, step: int) -> Tensor:
@@ -53,6 +56,7 @@ def build(
 ) -> Algorithm:
     """An instance of the algorithm with this name, with a short period if it has one."""
     cls = ALGORITHMS[name]
+    settings = {**FIXED.get(name, {}), **settings}
     if "H" in inspect.signature(cls.__init__).parameters:
         settings.setdefault("H", H)
     if issubclass(cls, Wrapper):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -60,6 +61,7 @@ def test_another_number_of_workers_takes_over_what_is_shared(name: str, size: in
     for params, resumed, (start, steps, pending) in results:
         assert steps == STOP
         assert_same(start, results[0][2][0], "all workers start from one point")
+        assert torch.equal(start[1], model_of().frozen), "frozen parameters are taken over too"
         assert all(bool(torch.isfinite(p).all()) for p in params)
         if name == "data-parallel":
             assert resumed.notes == [], "everything is shared: nothing was lost"
@@ -196,6 +198,63 @@ def test_a_checkpoint_of_something_else_is_refused_and_nothing_changes(tmp_path:
         checkpoint.load(path, wider, stranger, SoloLink())
     assert_same(before, snapshot(wider))
     assert stranger.steps == 0
+
+
+def test_another_inner_optimizer_is_refused(tmp_path: Path) -> None:
+    model = model_of()
+    path = checkpoint.save(tmp_path, model, build("diloco", model.parameters(), SoloLink(), inner=sgd), SoloLink())
+    with pytest.raises(CheckpointError, match="written with the inner optimizer SGD, not with AdamW"):
+        checkpoint.load(path, model, build("diloco", model.parameters(), SoloLink(), inner=adamw), SoloLink())
+
+
+def test_damaged_files_are_one_clear_error_and_nothing_changes(tmp_path: Path) -> None:
+    model = model_of()
+    opt = build("diloco", model.parameters(), SoloLink())
+    train(model, opt, 0, 2)
+    path = checkpoint.save(tmp_path, model, opt, SoloLink())
+    train(model, opt, 0, 1, first=3)
+    before = snapshot(model)
+    (data,) = path.glob("*.distcp")
+    for file in (data, path / ".metadata"):
+        whole = file.read_bytes()
+        file.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(CheckpointError, match="is damaged"):
+            checkpoint.load(path, model, opt, SoloLink())
+        file.unlink()
+        with pytest.raises(CheckpointError, match="is damaged"):
+            checkpoint.load(path, model, opt, SoloLink())
+        file.write_bytes(whole)
+    assert_same(before, snapshot(model))
+    assert opt.steps == 3
+    assert checkpoint.load(path, model, opt, SoloLink()).step == 2
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
+    model = torch.nn.Linear(300, 300)
+    opt = build("diloco", model.parameters(), SoloLink())
+    good = checkpoint.save(tmp_path, model, opt, SoloLink())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    opt._set_counter("thinwire_step", 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # files may not grow beyond this: as on a full disk
+    try:
+        with pytest.raises(CheckpointError, match=r"could not write the checkpoint of step 1: .*; older ones are untouched"):
+            checkpoint.save(tmp_path, model, opt, SoloLink())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert checkpoint.finished(tmp_path) == [good]
+
+
+def test_going_back_gives_up_the_later_ones(tmp_path: Path) -> None:
+    model = model_of()
+    opt = build("data-parallel", model.parameters(), SoloLink())
+    for step in (2, 4, 6):
+        train(model, opt, 0, 2, first=step - 1)
+        checkpoint.save(tmp_path, model, opt, SoloLink(), keep=9)
+    checkpoint.load(checkpoint.finished(tmp_path)[0], model, opt, SoloLink())
+    train(model, opt, 0, 1, first=3)
+    path = checkpoint.save(tmp_path, model, opt, SoloLink(), keep=9)
+    assert path.name == "step-00000003"
+    assert [p.name for p in checkpoint.finished(tmp_path)] == ["step-00000002", "step-00000003"]
 
 
 def test_a_broken_description_is_refused(tmp_path: Path) -> None:

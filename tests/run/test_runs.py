@@ -157,6 +157,20 @@ def _is_running(pid: int) -> bool:
         return False
 
 
+def test_training_goes_on_when_nobody_reads_its_output(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = f"train --algorithm diloco {' '.join(QUICK)} --eval-every 1 --workers 2 --out {out}"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {sys.executable} -m thinwire {arguments} | head -1"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.stdout.startswith("diloco quadratic x2  step 1/40")
+    assert summary(out)["step"] == 40
+
+
 def test_under_torchrun_it_joins_the_job(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     joined, started = tmp_path / "joined", tmp_path / "started"
@@ -180,7 +194,7 @@ def test_resume_with_another_number_of_workers_says_what_was_re_initialised(tmp_
 
 
 def test_sharded_workers_end_like_whole_ones(tmp_path: Path) -> None:
-    settings = ["--algorithm", "diloco", "--batch", 1, "--steps", 12, "--H", 4, "--eval-every", 5, "--checkpoint-every", 6]
+    settings = ["--algorithm", "diloco", "--batch", 2, "--steps", 12, "--H", 4, "--eval-every", 5, "--checkpoint-every", 6]
     thinwire("train", *settings, "--workers", 2, "--out", tmp_path / "whole")
     thinwire("train", *settings, "--workers", 2, "--shards", 2, "--out", tmp_path / "sharded")
     whole, sharded = summary(tmp_path / "whole"), summary(tmp_path / "sharded")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,24 @@ def test_run_toml_round_trips_every_setting(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("[run\n")
     with pytest.raises(ConfigError, match=r"is not a run.toml of thinwire"):
         read_run_toml(tmp_path / "run.toml")
+
+
+def test_run_toml_takes_any_text(tmp_path: Path) -> None:
+    config = RunConfig(data='d\U0001f600/\x7f\n\t"quoted".txt')
+    write_run_toml(tmp_path / "run.toml", config, command="\U0001f600")
+    assert read_run_toml(tmp_path / "run.toml") == config
+
+
+def test_resume_passes_over_a_damaged_checkpoint(tmp_path: Path) -> None:
+    config = RunConfig(task="quadratic", steps=6, eval_every=0, device="cpu", settings={"H": 2})
+    Trainer(config, SoloLink()).run(_nobody, checkpoints=tmp_path, checkpoint_every=2)
+    (tmp_path / "step-00000006" / ".metadata").write_bytes(b"")
+    trainer = Trainer(config, SoloLink())
+    notes = trainer.resume(tmp_path)
+    assert "step-00000006 is damaged" in notes[0]
+    assert notes[1] == "resumed from step 4"
+    assert trainer.run(_nobody, checkpoints=tmp_path, checkpoint_every=2).step == 6
+    assert Trainer(replace(config, steps=8), SoloLink()).resume(tmp_path)[0] == "resumed from step 6"
 
 
 def test_what_may_change_between_a_run_and_its_continuation(tmp_path: Path) -> None:

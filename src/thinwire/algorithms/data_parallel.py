@@ -51,7 +51,7 @@ class DataParallel(Wrapper):
         """The gradients, and one number per tensor."""
         return [*self.params(), torch.empty(len(self._active))]
 
-    def local(self) -> None:
+    def local_step(self) -> None:
         """Nothing: workers never act alone."""
 
     def update(self) -> None:

@@ -14,6 +14,7 @@ per worker, and there is one round every H steps. Memory: two slots beside the i
 
 from __future__ import annotations
 
+import math
 from typing import Unpack
 
 import torch
@@ -63,8 +64,8 @@ class DiLoCo(Wrapper):
         **policy: Unpack[Policy],
     ):
         """Wrap `inner`."""
-        if not outer_lr > 0:
-            raise ConfigError(f"outer_lr must be above zero, got {outer_lr!r}")
+        if not 0 < outer_lr < math.inf:
+            raise ConfigError(f"outer_lr must be above zero and finite, got {outer_lr!r}")
         if not 0 <= outer_momentum < 1:
             raise ConfigError(f"outer_momentum must be in [0, 1), got {outer_momentum!r}")
         settings = {"H": H, "outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": nesterov}

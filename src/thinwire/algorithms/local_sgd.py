@@ -86,14 +86,9 @@ class LocalSGD(Wrapper):
             anchor.copy_(agreed)
 
     def _moments(self) -> list[Tensor]:
-        """The inner states to average: the same list on every worker, which lazily made state does not promise."""
+        """The inner states to average: the same list on every worker, whether or not its inner optimizer has made them yet."""
         if not self.average_inner:
             return []
+        self.make_inner_state()
         moments = self.inner_state()
-        for key, tensors in moments.items():
-            if len(tensors) != len(self._active):
-                raise ConfigError(
-                    f"average_inner=True needs every parameter to have had a gradient by the first round: "
-                    f"only {len(tensors)} of {len(self._active)} have {key!r}"
-                )
         return [t for key in sorted(moments) for t in moments[key]]

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from thinwire.algorithm import Algorithm
@@ -93,7 +94,8 @@ def save(
     reshard(model)
     target = _free_name(folder, f"step-{optimizer.steps:08d}") if _is_first(group) else folder
     aside = folder / f".writing-step-{optimizer.steps:08d}"
-    state = _flat_state(model, optimizer, link, extra or {})
+    state = _flat_state(model, optimizer, link, extra or {}, _number(group))
+    problem = ""
     try:
         if _is_first(group):
             for left in folder.glob(".writing-*"):
@@ -105,10 +107,12 @@ def save(
         if _is_first(group):
             _write_description(aside / _DESCRIPTION, optimizer, link)
             _publish(aside, target)
-            _remove_old(folder, keep)
-    except OSError as cause:
-        raise CheckpointError(f"could not write the checkpoint {target}: {cause}; older ones are untouched") from cause
-    _everyone(group)
+            _remove_old(folder, target, keep)
+    except (OSError, CheckpointException) as cause:
+        problem = f"could not write the checkpoint of step {optimizer.steps}: {_gist(cause)}; older ones are untouched"
+    problems = _everyone(group, problem)
+    if problems:
+        raise CheckpointError(problems[0])
     return finished(folder)[-1]
 
 
@@ -128,7 +132,7 @@ def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link, *, grou
     reshard(model)
     description = _read_description(path, optimizer)
     same_world = description["workers"] == link.size
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    stored = _read_metadata(path)
     names = _parameter_names(model, optimizer)
     parameters = dict(model.named_parameters())
     # Another world takes what it can from the first worker: buffers such as BatchNorm's statistics, and the meter.
@@ -137,15 +141,18 @@ def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link, *, grou
     for key, kind in stored.items():
         if key.startswith(wanted) and isinstance(kind, TensorStorageMetadata):
             state[key] = _buffer_for(key, kind, parameters)
-    with _quiet():
-        dcp.load(state, checkpoint_id=path, process_group=group, no_dist=not dist.is_initialized())
+    try:
+        with _quiet():
+            dcp.load(state, checkpoint_id=path, process_group=group, no_dist=not dist.is_initialized())
+    except (OSError, CheckpointException) as cause:
+        raise CheckpointError(f"{path} is damaged: {_gist(cause)}") from cause
     parts = {key.partition("/")[2]: value for key, value in state.items()}
     notes = [] if same_world else _fill_for_another_world(parts, parameters, names, optimizer, description["workers"])
     _apply(parts, description, model, optimizer, names)
     if not same_world:
         optimizer._set_counter("thinwire_synced", optimizer.steps)
-    elif "rng" in parts:
-        torch.set_rng_state(parts["rng"])
+    elif f"rng/{_number(group)}" in parts:
+        torch.set_rng_state(parts[f"rng/{_number(group)}"])
     extra = {k.removeprefix("extra/"): float(v) for k, v in parts.items() if k.startswith("extra/")}
     return Resumed(step=description["step"], extra=extra, notes=notes)
 
@@ -153,17 +160,23 @@ def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link, *, grou
 # --- Layout --------------------------------------------------------------------------------------------------------------
 
 
-def _flat_state(model: nn.Module, optimizer: Algorithm, link: Link, extra: Mapping[str, float]) -> dict[str, Tensor]:
+def _flat_state(
+    model: nn.Module, optimizer: Algorithm, link: Link, extra: Mapping[str, float], process: int
+) -> dict[str, Tensor]:
     """Every tensor under its place in the checkpoint."""
 
     def place(kind: str) -> str:
         return "replicated/" if kind in optimizer.replicated else f"worker{link.rank}/"
 
     own = f"worker{link.rank}/"
-    state = {f"{place('param')}param/{name}": p.detach() for name, p in model.named_parameters()}
+    trained = {id(p) for p in optimizer._active}  # all others are frozen, and so the same on all workers
+    state = {
+        f"{place('param') if id(p) in trained else 'replicated/'}param/{name}": p.detach()
+        for name, p in model.named_parameters()
+    }
     state |= {f"{own}buffer/{name}": b for name, b in model.named_buffers() if name in model.state_dict()}
     state |= {f"{own}extra/{name}": torch.tensor(float(value), dtype=torch.float64) for name, value in extra.items()}
-    state[f"{own}rng"] = torch.get_rng_state()
+    state[f"{own}rng/{process}"] = torch.get_rng_state()
     saved = optimizer.state_dict()["state"]
     for index, name in _parameter_names(model, optimizer).items():
         entries = saved.get(index, {})
@@ -220,7 +233,8 @@ def _fill_for_another_world(
         if "anchor" not in optimizer.replicated:
             raise CheckpointError(f"{type(optimizer).__name__} needs the {workers} workers that wrote it: no shared parameters")
         for name, p in parameters.items():
-            parts[f"param/{name}"] = parts.get(f"state/{name}/anchor", p.detach())
+            if f"param/{name}" not in parts:  # frozen parameters are there already
+                parts[f"param/{name}"] = parts.get(f"state/{name}/anchor", p.detach())
         notes.append(f"all workers start from the parameters that the {workers} workers agreed on last")
     fresh = optimizer.state_dict()["state"]
     lost = set()
@@ -278,10 +292,11 @@ def _write_description(path: Path, optimizer: Algorithm, link: Link) -> None:
         "step": optimizer.steps,
         "workers": link.size,
         "algorithm": type(optimizer).__name__,
+        "inner": optimizer.settings.get("inner"),
         "groups": [{k: v.item() if isinstance(v, Tensor) else v for k, v in g.items()} for g in groups],
     }
     with path.open("w") as file:
-        json.dump(description, file, indent=1)
+        json.dump(description, file, indent=1, default=repr)
         file.flush()
         os.fsync(file.fileno())
 
@@ -295,6 +310,9 @@ def _read_description(path: Path, optimizer: Algorithm) -> dict[str, Any]:
         raise CheckpointError(f"{path} has format {description.get('format')!r}, this version reads {FORMAT}")
     if description["algorithm"] != type(optimizer).__name__:
         raise CheckpointError(f"{path} was written by {description['algorithm']}, not by {type(optimizer).__name__}")
+    inner = optimizer.settings.get("inner")
+    if description["inner"] != inner:
+        raise CheckpointError(f"{path} was written with the inner optimizer {description['inner']}, not with {inner}")
     if len(description["groups"]) != len(optimizer.param_groups):
         groups = len(description["groups"])
         raise CheckpointError(f"{path} has {groups} parameter groups, this optimizer has {len(optimizer.param_groups)}")
@@ -332,13 +350,30 @@ def _free_name(folder: Path, name: str) -> Path:
     return folder / (f"{name}.{number}" if number else name)
 
 
-def _remove_old(folder: Path, keep: int) -> None:
-    """Leave the newest `keep` steps, each once."""
-    newest = {path.name.partition(".")[0]: path for path in finished(folder)}
+def _remove_old(folder: Path, target: Path, keep: int) -> None:
+    """Leave `target` and what is newest before it, each step once; later steps are of a run that was given up."""
+    everything = finished(folder)
+    so_far = everything[: everything.index(target) + 1]
+    newest = {path.name.partition(".")[0]: path for path in so_far}
     kept = set(list(newest.values())[-max(1, keep) :])
-    for path in finished(folder):
+    for path in everything:
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _read_metadata(path: Path) -> Mapping[str, Any]:
+    try:
+        return dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    except Exception as cause:  # a pickle of torch's that was cut short may raise anything
+        raise CheckpointError(f"{path} is damaged: {_gist(cause)}") from cause
+
+
+def _gist(cause: BaseException) -> str:
+    """What went wrong, on one line; torch wraps the errors of all ranks into one."""
+    if isinstance(cause, CheckpointException) and cause.failures:
+        rank, (error, _) = next(iter(cause.failures.items()))
+        return f"rank {rank}: {_gist(error)}"
+    return " ".join(f"{type(cause).__name__}: {cause}".split())[:200]
 
 
 def _sync(path: Path) -> None:
@@ -353,9 +388,17 @@ def _is_first(group: dist.ProcessGroup | None) -> bool:
     return not dist.is_initialized() or dist.get_rank(group) == 0
 
 
-def _everyone(group: dist.ProcessGroup | None) -> None:
-    if dist.is_initialized():
-        dist.barrier(group)
+def _number(group: dist.ProcessGroup | None) -> int:
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def _everyone(group: dist.ProcessGroup | None, problem: str = "") -> list[str]:
+    """Wait for all processes; returns the problems that any of them had, the same list on all."""
+    if not dist.is_initialized():
+        return [problem] if problem else []
+    problems: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group=group)
+    return [p for p in problems if p]
 
 
 @contextlib.contextmanager

@@ -103,7 +103,7 @@ class TrainPlace:
     checkpoint_every: int = 50
     """Steps between checkpoints; 0 for none."""
     timeout: str = "120s"
-    """How long a worker waits for the others before it gives up and names who is missing."""
+    """How long a worker waits for the others before it gives up and names who is missing; longer than an evaluation."""
 
 
 def _train(arguments: list[str]) -> int:
@@ -122,6 +122,9 @@ def _train(arguments: list[str]) -> int:
     if in_job is not None and config.workers not in (None, in_job) and saved is None:
         raise ConfigError(f"--workers {config.workers} does not fit this torchrun job, which has {in_job} workers")
     config = replace(config, workers=in_job or config.workers or 2)
+    if config.algorithm == "ddp" and (config.wire != "fp32" or config.shards > 1):
+        flag = f"--wire {config.wire}" if config.wire != "fp32" else f"--shards {config.shards}"
+        raise ConfigError(f"ddp is torch's DistributedDataParallel, which ignores {flag}: use --algorithm data-parallel")
     _rehearse(config)
     if in_job is not None:
         return _join(config, place, timeout)
@@ -182,7 +185,7 @@ def _saved_config(arguments: list[str]) -> RunConfig | None:
 
 def _claim_folder(config: RunConfig, place: TrainPlace) -> Path:
     """Make the run folder and its run.toml; refuse one that holds another run."""
-    from thinwire.run.config import check_same_run, read_run_toml, write_run_toml
+    from thinwire.run.config import about_run, check_same_run, now, read_run_toml, write_run_toml
 
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = Path(place.out or f"runs/{config.algorithm}-{config.task}-{stamp}")
@@ -193,7 +196,9 @@ def _claim_folder(config: RunConfig, place: TrainPlace) -> Path:
             raise ConfigError(f"{folder} already holds this run: add --resume to go on with it, or choose another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_run_toml(record, config, command=" ".join(sys.argv[1:]), cores=os.cpu_count() or 0)
+        command = " ".join(sys.argv[1:])
+        new = {"resumed": now(), "resumed_by": command} if place.resume else {"command": command, "cores": os.cpu_count() or 0}
+        write_run_toml(record, config, **{**about_run(record), **new})
     except OSError as cause:
         raise ConfigError(f"cannot write the run folder {folder}: {cause.strerror or cause}") from cause
     return folder
@@ -207,8 +212,16 @@ def _rehearse(config: RunConfig) -> None:
     from thinwire.run.train import device_of, optimizer_of, task_of
 
     device_of(config)
-    task_of(config, config.workers or 2)
-    optimizer_of(config, torch.nn.Linear(2, 2), SoloLink())
+    task = task_of(config, config.workers or 2)
+    try:
+        optimizer_of(config, torch.nn.Linear(2, 2), SoloLink())
+    except ValueError as error:  # torch's own, too
+        raise ConfigError(str(error)) from error
+    if config.shards > 1:
+        if any(p.dim() == 0 for p in task.model().parameters()):
+            raise ConfigError(f"the task {config.task} has a 0-d parameter, which FSDP2 does not shard: use --shards 1")
+        if len(task.batch(0, 1)[0]) % config.shards:
+            raise ConfigError(f"a batch of {len(task.batch(0, 1)[0])} does not divide over {config.shards} shards")
 
 
 def _show_summary(folder: Path) -> None:

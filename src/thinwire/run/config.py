@@ -85,8 +85,8 @@ class RunConfig:
         for name in ("lr_warmup", "eval_every", "seed"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name.replace('_', '-')} must be at least 0, got {getattr(self, name)!r}")
-        if self.weight_decay < 0:
-            raise ConfigError(f"weight-decay must be at least 0, got {self.weight_decay!r}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"weight-decay must be at least 0 and finite, got {self.weight_decay!r}")
 
     def lr_at(self, step: int) -> float:
         """Learning rate of step `step` (from 1): linear warm-up, then a cosine to `lr_final`. A pure function of the step."""
@@ -125,19 +125,29 @@ def versions() -> dict[str, str]:
     }
 
 
+def now() -> str:
+    """The time, for a record."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def about_run(path: Path) -> dict[str, object]:
+    """What an earlier run.toml says of how it came about; empty if there is none."""
+    return tomllib.loads(path.read_text(encoding="utf-8")).get("about", {}) if path.exists() else {}
+
+
 def write_run_toml(path: Path, config: RunConfig, **about: object) -> None:
     """Record the resolved config, the versions and the time."""
     tables = {
         "run": {k: v for k, v in asdict(config).items() if k != "settings" and v is not None},
         "settings": config.settings,
         "versions": versions(),
-        "about": {"started": datetime.now().astimezone().isoformat(timespec="seconds"), **about},
+        "about": {"started": now(), **about},
     }
     lines = []
     for table, values in tables.items():
         lines += [f"[{table}]", *(f"{key} = {_toml(value)}" for key, value in values.items()), ""]
     aside = path.with_name(f".{path.name}")
-    aside.write_text("\n".join(lines))
+    aside.write_text("\n".join(lines), encoding="utf-8")
     aside.rename(path)
 
 
@@ -146,13 +156,14 @@ def _toml(value: object) -> str:
         return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
-    return json.dumps(str(value))  # a JSON string is a TOML string
+    # A JSON string is a TOML string, but for surrogate pairs and DEL.
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def read_run_toml(path: Path) -> RunConfig:
     """The config of an earlier run."""
     try:
-        tables = tomllib.loads(path.read_text())
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
         known = {f.name for f in fields(RunConfig)}
         return replace(RunConfig(**{k: v for k, v in tables["run"].items() if k in known}), settings=tables["settings"])
     except (OSError, KeyError, TypeError, tomllib.TOMLDecodeError) as cause:

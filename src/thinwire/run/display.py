@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -61,6 +63,13 @@ class Display:
         self._start = self._start or progress
         if progress.validation:
             self._validation = f" val {progress.validation['loss']:.4f}"
+        try:
+            self._show(progress)
+        except BrokenPipeError:  # the reader has gone, for instance `| head`: training goes on unseen
+            self.console.file = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
+            os.dup2(self.console.file.fileno(), sys.stdout.fileno())
+
+    def _show(self, progress: train.Progress) -> None:
         if self._live is not None and self._task is not None:
             self._live.update(self._task, completed=progress.step, figures=self.figures(progress))
         elif progress.validation or time.monotonic() - self._last_line >= self.interval:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from thinwire.algorithm import Algorithm, Wrapper
 from thinwire.algorithms import found
 from thinwire.codecs import Dense
-from thinwire.errors import ConfigError, NonFiniteRound
+from thinwire.errors import CheckpointError, ConfigError, NonFiniteRound
 from thinwire.exchange import handshake
 from thinwire.links import Link, Metered, SoloLink, TorchLink
 from thinwire.links.ddp import MeteredDDP
@@ -84,6 +84,7 @@ class Trainer:
         link: this worker's end of the wire.
         task: model and data; made from the config where it is not given.
         shard: shards the model in place over the fast axis of a mesh, where there is one.
+        part: which part of its worker's batch this process takes: (number of the shard, number of shards).
     """
 
     def __init__(
@@ -93,9 +94,10 @@ class Trainer:
         *,
         task: Task | None = None,
         shard: Callable[[nn.Module], nn.Module] | None = None,
+        part: tuple[int, int] = (0, 1),
     ):
         """Build everything; the wire is not used yet."""
-        self.config, self.link = config, Metered(link)
+        self.config, self.link, self.part = config, Metered(link), part
         self.task = task or task_of(config, link.size)
         self.model = self.task.model().to(device_of(config))
         if shard is not None:
@@ -143,7 +145,9 @@ class Trainer:
         self.step = step
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr_at(step)
-        batch = self.task.batch(self.link.rank, step)
+        shard, shards = self.part
+        x, y = self.task.batch(self.link.rank, step)
+        batch = x.chunk(shards)[shard], y.chunk(shards)[shard]  # FSDP2 averages the gradients of the parts
         loss = self.task.loss(self.ddp.module if self.ddp else self.model, batch)
         loss.backward()
         if self.ddp and (culprits := self.ddp.backward_done()):
@@ -183,14 +187,23 @@ class Trainer:
         saved = checkpoint.finished(folder)
         if not saved:
             return ["no checkpoint yet: starting from step 0"]
-        resumed = checkpoint.load(saved[-1], self.model, self.optimizer, self.link)
+        notes = []
+        while True:  # a damaged one is passed over for the one before it
+            path = saved.pop()
+            try:
+                resumed = checkpoint.load(path, self.model, self.optimizer, self.link)
+                break
+            except CheckpointError as error:
+                if not saved:
+                    raise
+                notes.append(str(error))
         if resumed.step >= self.config.steps:
             raise ConfigError(f"{folder.parent} is finished: it has all {resumed.step} steps; give a larger --steps to go on")
         self.step = resumed.step
         if resumed.extra:
             self.seconds = resumed.extra.pop("seconds")
             self.link.meter.load_state_dict(resumed.extra)
-        return [f"resumed from step {resumed.step}", *resumed.notes]
+        return [*notes, f"resumed from step {resumed.step}", *resumed.notes]
 
     def _progress(self, loss: float, validation: dict[str, float] | None = None) -> Progress:
         totals = self.link.meter.totals

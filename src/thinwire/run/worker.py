@@ -55,12 +55,12 @@ def work(config: RunConfig, folder: Path, link: Link, *, resume: bool, checkpoin
 
 def _work(config: RunConfig, folder: Path, link: Link, resume: bool, checkpoint_every: int) -> Progress:
     first = link.rank == 0
-    shard = None
+    shard, part = None, (0, 1)
     if config.shards > 1:
         mesh = make_mesh(workers=link.size // config.shards, shards=config.shards, device=device_of(config).type)
-        shard = partial(shard_model, mesh=mesh)
+        shard, part = partial(shard_model, mesh=mesh), (mesh["shard"].get_local_rank(), config.shards)
         link = TorchLink(mesh["replicate"], timeout=link.timeout) if isinstance(link, TorchLink) else link
-    trainer = Trainer(config, link, shard=shard)
+    trainer = Trainer(config, link, shard=shard, part=part)
     notes = trainer.resume(folder / "checkpoints") if resume else []
     title = f"{config.algorithm} {config.task} x{link.size}"
     with _watching(title, config, folder, trainer, notes) if first else contextlib.nullcontext(_nobody) as watch:

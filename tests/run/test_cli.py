@@ -72,6 +72,7 @@ def test_version_and_no_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--resume", "--out", "no/such/run"], "nothing to resume: no/such/run/run.toml does not exist"),
         (["sim", "--bandwidth", "fast"], "bandwidth must look like 100mbit, 1.5gbit or inf and be above zero, got 'fast'"),
         (["sim", "--bandwidth", "1mbit,2mbit,3mbit", "--workers", "2"], "bandwidth lists 3 workers, but there are 2"),
+        (["sim", "--step-time", "1ms,2ms", "--workers", "3"], "step-time lists 2 workers, but there are 3"),
         (["sim", "--shards", "2"], "the simulator does not shard models, got --shards 2"),
         (["tasks", "now"], "takes no arguments, got 'now'"),
         (["demo", "--bandwidth", "none"], "bandwidth must look like"),

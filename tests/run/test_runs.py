@@ -229,6 +229,15 @@ def test_sim_reports_the_time_that_the_network_would_take(tmp_path: Path, capsys
     assert figures["simulated"] is True
 
 
+def test_sim_waits_for_the_straggler(tmp_path: Path) -> None:
+    flags = "--algorithm ddp --task quadratic --workers 3 --steps 10 --eval-every 0 --step-time 10ms,10ms,50ms"
+    with pytest.raises(SystemExit):
+        main(["sim", *flags.split(), "--out", str(tmp_path / "run")])
+    figures = summary(tmp_path / "run")
+    assert figures["simulated_seconds"] == pytest.approx(10 * 0.05)
+    assert figures["waiting"] == pytest.approx(10 * (0.05 - 0.01)), "worker 0 waits for the slow one at every step"
+
+
 def test_sim_is_the_same_bit_for_bit_from_run_to_run(tmp_path: Path) -> None:
     for name in ("a", "b"):
         with pytest.raises(SystemExit):

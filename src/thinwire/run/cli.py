@@ -268,7 +268,7 @@ class SimPlace:
     latency: str = "0ms"
     """Of one message, such as 20ms; or a comma-separated list."""
     step_time: str | None = None
-    """Time of one local step, such as 100ms; by default what it really takes on this machine."""
+    """Time of one local step, such as 100ms, or a list with a straggler, such as 100ms,100ms,300ms; by default measured."""
     out: str | None = None
     """The run folder; by default runs/sim-ALGORITHM-TASK-TIME."""
 
@@ -291,7 +291,9 @@ def _sim(arguments: list[str]) -> int:
     )
     assert config.workers is not None
     network.check(config.workers)
-    step_time = None if place.step_time is None else parse_duration(place.step_time)
+    step_time = None if place.step_time is None else _one_or_each(place.step_time, parse_duration)
+    if isinstance(step_time, tuple) and len(step_time) != config.workers:
+        raise ConfigError(f"step-time lists {len(step_time)} workers, but there are {config.workers}")
     _rehearse(config)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     out = place.out or f"runs/sim-{config.algorithm}-{config.task}-{stamp}"

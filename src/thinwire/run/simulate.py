@@ -17,14 +17,21 @@ from thinwire.run.train import Progress, Trainer, task_of
 from thinwire.sim import World
 
 
-def simulate(config: RunConfig, folder: Path, *, network: Network, step_time: float | None, console: Console) -> dict[str, Any]:
+def simulate(
+    config: RunConfig,
+    folder: Path,
+    *,
+    network: Network,
+    step_time: float | tuple[float, ...] | None,
+    console: Console,
+) -> dict[str, Any]:
     """Run all workers in this process and return the summary, which is also written into `folder`.
 
     Args:
         config: what to run.
         folder: gets metrics.jsonl and summary.json.
         network: bandwidth and latency.
-        step_time: seconds of one local step; None measures what each takes on this machine.
+        step_time: seconds of one local step, one number or one per worker; None measures what each takes on this machine.
         console: where progress is shown.
     """
     workers = config.workers or 2

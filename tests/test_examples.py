@@ -1,0 +1,51 @@
+"""Every example of the docs runs, with the output that its page shows (the docs build checks that page and file agree)."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+RUNS = {
+    "plain.py": ([], r"validation loss 0\.\d+"),
+    "train.py": ([], r"worker 0 of 1: validation loss 0\.\d+"),
+    "simulate.py": ([], r"on all 4 workers after [\d.]+ simulated seconds"),
+    "amp.py": ([], r"worker 0 of 1: 0\.\d+"),
+    "resume.py": (["{tmp}", "20"], r"."),
+    "utilisation.py": ([], r"100000 Mbit/s"),
+    "int8_codec.py": ([], None),
+    "logged_link.py": ([], None),
+}
+SHARDED = {"sharded.py"}
+ADMITTED_ELSEWHERE = {"sign_mean.py"}  # a file for algorithms/, not a script
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=100, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_no_example_is_forgotten() -> None:
+    assert {p.name for p in EXAMPLES.glob("*.py")} == {*RUNS, *SHARDED, *ADMITTED_ELSEWHERE}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_example(name: str, tmp_path: Path) -> None:
+    arguments, shown = RUNS[name]
+    output = run([str(EXAMPLES / name), *(a.replace("{tmp}", str(tmp_path)) for a in arguments)])
+    assert shown is None or re.search(shown, output), output
+
+
+def test_sharded_example_on_four_processes() -> None:
+    output = run(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(EXAMPLES / "sharded.py")])
+    losses = re.findall(r"worker (\d) of 2: validation loss (0\.\d+)", output)
+    assert sorted(worker for worker, _ in losses) == ["0", "0", "1", "1"]
+    assert len({loss for _, loss in losses}) == 1, "all processes evaluate the one model that they agreed on"

@@ -314,3 +314,11 @@ def test_shown_bytes_are_short_and_within_half_a_percent(count: int) -> None:
     assert "e" not in number
     assert float(number) < 1000
     assert float(number) * scale == pytest.approx(count, rel=0.005)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_a_broadcast_passes_down_the_line(workers: int) -> None:
+    traffic = [ring_traffic("broadcast", [100] * workers, rank) for rank in range(workers)]
+    assert sum(t.sent for t in traffic) == sum(t.received for t in traffic) == 100 * (workers - 1)
+    assert (traffic[0].received, traffic[-1].sent) == (0, 0)
+    assert ring_hops("broadcast", workers) == workers - 1

@@ -20,6 +20,7 @@ _HOME = {
     "Codec": "thinwire.codecs",
     "Dense": "thinwire.codecs",
     "average": "thinwire.exchange",
+    "broadcast": "thinwire.exchange",
     "post_average": "thinwire.exchange",
     "Flaky": "thinwire.links",
     "Link": "thinwire.links",
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from thinwire.algorithm import Algorithm, Policy, Wrapper
     from thinwire.algorithms import DataParallel, DiLoCo, LocalSGD
     from thinwire.codecs import Codec, Dense
-    from thinwire.exchange import average, post_average
+    from thinwire.exchange import average, broadcast, post_average
     from thinwire.links import (
         Flaky,
         Link,

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from thinwire.codecs.base import Codec
 from thinwire.errors import Diverged, FingerprintMismatch, NonFiniteRound
 from thinwire.links.base import Link, Ticket
+from thinwire.links.shards import local
 from thinwire.payload import Payload, all_finite
 
 WIRE_VERSION = 1
@@ -217,7 +218,7 @@ def handshake(link: Link, fingerprint: Mapping[str, object], *, any_shard: AnySh
     raise AssertionError("digests differ, but no setting does")
 
 
-_SEED_HINT = ": seed all workers alike before the model is built, or load the same weights on all of them"
+_SEED_HINT = ": seed all workers alike before the model is built, or call thinwire.broadcast(link, model)"
 
 
 class _Missing:
@@ -242,6 +243,40 @@ def _differences(first: object, other: object, rank: int, name: str = "") -> lis
     if json.dumps(first, default=repr) == json.dumps(other, default=repr):  # as text, so that 1 and True are two things
         return []
     return [f"{name} is {first!r} on rank 0 and {other!r} on rank {rank}"]
+
+
+# --- Starting alike ------------------------------------------------------------------------------------------------------
+
+
+def broadcast(link: Link, model: nn.Module) -> None:
+    """Overwrite the parameters and buffers of `model` on all workers with worker 0's, bit for bit.
+
+    For workers that cannot be seeded alike, or of which only one has loaded the weights. Call it on all workers before the
+    optimizer is made. On a sharded model every process receives its own shard.
+
+    Args:
+        link: the wire.
+        model: the same architecture on all workers, which is checked first.
+    """
+    tensors = [local(t.detach()) for t in [*model.parameters(), *model.buffers()]]
+    handshake(link, {"tensor": [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]})
+    for batch in _batches(tensors):
+        raw = [t.contiguous().flatten().view(torch.uint8) for t in batch]
+        told = link.broadcast(Payload(torch.cat(raw), purpose="broadcast")).data
+        for t, part in zip(batch, told.split([r.numel() for r in raw]), strict=True):
+            t.copy_(part.clone().view(t.dtype).view(t.shape))  # a copy, because its place in the message may be odd
+
+
+def _batches(tensors: Sequence[Tensor], limit: int = 1 << 26) -> Iterator[list[Tensor]]:
+    """The tensors in runs of about `limit` bytes: few messages, and no second copy of a large model."""
+    batch: list[Tensor] = []
+    for t in tensors:
+        batch.append(t)
+        if sum(b.numel() * b.element_size() for b in batch) >= limit:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 # --- The divergence alarm ----------------------------------------------------------------------------------------------

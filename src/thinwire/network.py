@@ -5,6 +5,7 @@ fewest bytes. With M workers and a message of N bytes each,
 
     mean  (all-reduce):  sends 2 N (M-1)/M bytes in 2 (M-1) hops
     gather (all-gather): sends   N (M-1)   bytes in   (M-1) hops
+    broadcast:           sends   N         bytes in   (M-1) hops, from worker 0 down the line
 
 No torch here, so that the command line can use it without waiting.
 """
@@ -19,7 +20,7 @@ from typing import Literal, NamedTuple
 
 from thinwire.errors import ConfigError
 
-Op = Literal["mean", "gather"]
+Op = Literal["mean", "gather", "broadcast"]
 
 
 class Traffic(NamedTuple):
@@ -33,14 +34,16 @@ def ring_traffic(op: Op, sizes: Sequence[int], rank: int) -> Traffic:
     """Bytes that worker `rank` sends and receives.
 
     Args:
-        op: "mean" or "gather".
-        sizes: message length in bytes of each worker, in rank order (all equal for "mean").
+        op: "mean", "gather" or "broadcast".
+        sizes: message length in bytes of each worker, in rank order (all equal but for "gather").
         rank: whose traffic.
     """
     workers = len(sizes)
     if op == "mean":
         one_way = 2 * sizes[rank] * (workers - 1) // workers
         return Traffic(one_way, one_way)
+    if op == "broadcast":
+        return Traffic(sizes[rank] if rank < workers - 1 else 0, sizes[rank] if rank > 0 else 0)
     # In a ring every message passes through every worker; mine stops one short of coming back to me.
     everything = sum(sizes)
     return Traffic(everything - sizes[(rank + 1) % workers], everything - sizes[rank])
@@ -140,7 +143,7 @@ class Network:
         """How long a ring collective takes when all workers start together: the slowest worker sets the pace.
 
         Args:
-            op: "mean" or "gather".
+            op: "mean", "gather" or "broadcast".
             sizes: message length in bytes of each worker, in rank order.
         """
         workers = len(sizes)

@@ -268,6 +268,45 @@ def test_workers_that_start_from_other_weights_are_refused(name: str, what: str)
         World(2).run(worker)
 
 
+def _broadcast(link: Link) -> tuple[list, list]:
+    torch.manual_seed(link.rank)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    model.append(torch.nn.Linear(3, 1).to(torch.bfloat16))
+    model[0].bias.data[0] = -0.0
+    model[1](model[0](torch.randn(8, 4)))  # other statistics on every worker
+    before = [t.clone() for t in model.state_dict().values()]
+    thinwire.broadcast(link, model)
+    return before, [t.clone() for t in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_broadcast_makes_all_workers_start_from_the_first_ones_weights(size: int, pool: Pool) -> None:
+    for workers in (World(size).run(_broadcast), pool.run(_broadcast, size)):
+        first = workers[0][0]
+        for rank, (before, after) in enumerate(workers):
+            assert rank == 0 or not torch.equal(before[0], first[0]), "they did differ"
+            assert [t.dtype for t in after] == [t.dtype for t in first]
+            for a, b in zip(after, first, strict=True):
+                assert torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)), "bit for bit"
+
+
+def test_broadcast_refuses_another_model() -> None:
+    with pytest.raises(thinwire.errors.FingerprintMismatch, match=r"tensor\[0\] is 'float32\[2, 2\]' on rank 0"):
+        World(2).run(lambda link: thinwire.broadcast(link, torch.nn.Linear(2, 2 + link.rank)))
+
+
+def test_after_a_broadcast_training_begins() -> None:
+    def worker(link: Link) -> list:
+        model = model_of(seed=link.rank)
+        thinwire.broadcast(link, model)
+        opt = build("diloco", model.parameters(), link)
+        train(model, opt, link.rank, 4)
+        return snapshot(model)
+
+    a, b = World(2).run(worker)
+    assert_same(a, b)
+
+
 def test_workers_that_resume_from_different_steps_are_refused() -> None:
     saved = {}
     for steps in (1, 3):

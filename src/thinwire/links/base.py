@@ -20,7 +20,7 @@ class Ticket(ABC):
     _result: list[Payload] | None = None
 
     def wait(self) -> list[Payload]:
-        """The result, once it is there: one payload per rank for "gather", a single one for "mean".
+        """The result, once it is there: one payload per rank for "gather", else a single one.
 
         Waiting again gives the same result and costs nothing.
         """
@@ -66,7 +66,8 @@ class Link(ABC):
 
         Args:
             payload: this worker's message.
-            op: "gather" for everyone's messages in rank order, "mean" for their element-wise mean.
+            op: "gather" for everyone's messages in rank order, "mean" for their element-wise mean, "broadcast" for worker 0's
+                (the others post a message of the same length, whose contents do not matter).
         """
 
     def all_gather(self, payload: Payload) -> list[Payload]:
@@ -76,6 +77,10 @@ class Link(ABC):
     def mean(self, payload: Payload) -> Payload:
         """Element-wise mean of everyone's message; legal for payloads of linear codecs."""
         return self.post(payload, "mean").wait()[0]
+
+    def broadcast(self, payload: Payload) -> Payload:
+        """Worker 0's message on every worker."""
+        return self.post(payload, "broadcast").wait()[0]
 
     def commit(self) -> None:  # noqa: B027 (a link with fixed members has nothing to vote on)
         """Make the round valid, or raise `RoundAborted` on every worker. Shared state may change only after it."""

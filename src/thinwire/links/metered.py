@@ -17,7 +17,7 @@ class Exchange:
 
     Attributes:
         purpose: "round", or "handshake" and "alarm" for the small control messages.
-        op: "mean" or "gather".
+        op: "mean", "gather" or "broadcast".
         payload: length of this worker's message in bytes.
         sent: bytes that left this worker, as the link's topology has it.
         received: bytes that reached it.

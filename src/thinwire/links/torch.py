@@ -26,7 +26,7 @@ from thinwire.payload import Payload
 
 log = logging.getLogger("thinwire")
 
-_CALLED = {"mean": "all-reduce", "gather": "all-gather"}
+_CALLED = {"mean": "all-reduce", "gather": "all-gather", "broadcast": "broadcast"}
 
 
 class TorchLink(Link):
@@ -159,6 +159,9 @@ class _TorchTicket(Ticket):
         data, group = self.payload.data, self.link.group
         if self.op == "mean":
             return self._work(dist.all_reduce(data, op=dist.ReduceOp.SUM, group=group, async_op=True))
+        if self.op == "broadcast":
+            first = dist.get_global_rank(group, 0) if group else 0
+            return self._work(dist.broadcast(data, src=first, group=group, async_op=True))
         if not self.payload.fixed:
             data = self._pad_to_longest(data)
         self.parts = [torch.empty_like(data) for _ in range(self.link.size)]
@@ -187,6 +190,8 @@ class _TorchTicket(Ticket):
             raise self.link.fail(cause, self.payload, self.op, self.round) from cause
         if self.op == "mean":
             return [self.payload.like(self.payload.data.div_(self.link.size))]
+        if self.op == "broadcast":
+            return [self.payload]
         lengths = self.lengths or [part.numel() for part in self.parts]
         return [self.payload.like(part[:n]) for part, n in zip(self.parts, lengths, strict=True)]
 

@@ -190,12 +190,12 @@ class World:
         assert exchange.result is not None
         if exchange.op == "gather":
             return exchange.result
-        return [p.like(p.data.clone()) for p in exchange.result]  # each worker may write into its own mean
+        return [p.like(p.data.clone()) for p in exchange.result]  # each worker may write into its own
 
     def _complete(self, exchange: _Exchange) -> None:
         payloads = [exchange.posted[r][0] for r in range(self.size)]
         sizes = [p.nbytes for p in payloads]
-        one_length = exchange.op == "mean" or any(p.fixed for p in payloads)
+        one_length = exchange.op != "gather" or any(p.fixed for p in payloads)
         if one_length and len({(p.nbytes, p.data.dtype) for p in payloads}) > 1:
             kinds = ", ".join(f"{p.nbytes} bytes of {str(p.data.dtype).removeprefix('torch.')}" for p in payloads)
             raise LinkError(f"cannot {exchange.op} messages of different lengths or dtypes: {kinds}, in rank order")
@@ -204,6 +204,8 @@ class World:
             for p in payloads[1:]:
                 total += p.data
             payloads = [payloads[0].like(total.div_(self.size))]
+        elif exchange.op == "broadcast":
+            payloads = payloads[:1]
         started = max(self._wire_free, *(at for _, at in exchange.posted.values()))
         exchange.end = self._wire_free = started + self.network.seconds(exchange.op, sizes)
         exchange.result = payloads

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.exchange import average
-from thinwire.links import TorchLink, connect
+from thinwire.links import TorchLink, connect, host_job
 from thinwire.tasks import make_task
 
 RECORD = Path(__file__).parent / "records" / "overhead.jsonl"
@@ -113,14 +113,13 @@ def bench_simulator() -> dict[str, Any]:
     return {"workers": 16, "steps": 50, "parameters": 100_600, "seconds": time.perf_counter() - started}
 
 
-def _worker(rank: int, size: int, port: int, repeats: int, results: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
-    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")
+def _worker(place: dict[str, str], repeats: int, results: Any) -> None:
+    os.environ.update(place)
     torch.set_num_threads(1)
-    link = connect(timeout=120)
+    link = connect(backend="gloo", timeout=120)
     assert isinstance(link, TorchLink)
     figures = {"exchange": bench_exchange(link, repeats), "step": bench_step(link, repeats)}
-    if rank == 0:
+    if link.rank == 0:
         results.put(figures)
     dist.barrier()
     dist.destroy_process_group()
@@ -131,15 +130,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20, help="rounds of each way (default: 20)")
     parser.add_argument("--record", action="store_true", help=f"append the figures to {RECORD.name}")
     arguments = parser.parse_args()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store, places = host_job(2)
     context = mp.get_context("spawn")
     results = context.Queue()
-    workers = [context.Process(target=_worker, args=(r, 2, store.port, arguments.repeats, results)) for r in range(2)]
+    workers = [context.Process(target=_worker, args=(place, arguments.repeats, results)) for place in places]
     for worker in workers:
         worker.start()
     figures = results.get(timeout=600)
     for worker in workers:
         worker.join()
+    del store  # until here it served them
     torch.set_num_threads(1)
     figures["simulator"] = bench_simulator()
     show(figures)

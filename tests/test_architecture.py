@@ -10,7 +10,6 @@ import pytest
 import thinwire
 
 SOURCE = Path(__file__).parents[1] / "src" / "thinwire"
-ALLOWED = {"run/checkpoint.py", "run/launch.py"}
 
 
 def _imported(path: Path) -> set[str]:
@@ -23,12 +22,12 @@ def _imported(path: Path) -> set[str]:
     return names
 
 
-def test_torch_distributed_is_known_only_to_links_checkpoint_and_launcher() -> None:
-    """House rule 5. The launcher holds the job's key-value store; it runs no collective."""
+def test_torch_distributed_is_known_only_to_links_and_checkpoint() -> None:
+    """House rule 5."""
     files = {str(p.relative_to(SOURCE)): p for p in SOURCE.rglob("*.py")}
     assert len(files) > 30
     users = {name for name, path in files.items() if any(n.startswith("torch.distributed") for n in _imported(path))}
-    assert {name for name in users if not name.startswith("links/")} == ALLOWED
+    assert {name for name in users if not name.startswith("links/")} == {"run/checkpoint.py"}
     dtensor = {name for name, path in files.items() if "DTensor" in path.read_text() and not name.startswith("links/")}
     assert all("DTensor)" not in files[name].read_text() for name in dtensor), "no isinstance(x, DTensor) outside of links/"
 

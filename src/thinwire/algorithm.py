@@ -21,8 +21,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.codecs import Codec, Dense
-from thinwire.errors import CheckpointError, ConfigError, Diverged, NonFiniteRound, RoundAborted, check_choice
-from thinwire.exchange import average, compare_replicas, handshake, hash_tensors, message_nbytes
+from thinwire.errors import (
+    CheckpointError,
+    ConfigError,
+    Diverged,
+    NonFiniteRound,
+    RoundAborted,
+    check_choice,
+    check_whole_number,
+)
+from thinwire.exchange import average, compare_replicas, describe, handshake, hash_tensors, message_nbytes
 from thinwire.links.base import Link
 from thinwire.links.shards import Shards, local, reshard
 from thinwire.payload import all_finite
@@ -99,8 +107,7 @@ class Algorithm(Optimizer):
         check_choice("on_abort", on_abort, ("keep", "restore"))
         check_choice("on_nonfinite", on_nonfinite, ("skip", "raise"))
         check_choice("on_divergence", on_divergence, ("raise", "warn"))
-        if isinstance(alarm_every, bool) or not isinstance(alarm_every, int) or alarm_every < 0:
-            raise ConfigError(f"alarm_every must be a whole number of at least 0, got {alarm_every!r}")
+        check_whole_number("alarm_every", alarm_every, least=0)
         self.link, self.schedule, self.codec = link, as_schedule(H), codec or Dense()
         if self.schedule.fragments > 1 and not self.sends_fragments:
             raise ConfigError(f"{type(self).__name__} sends the model whole, got a schedule of fragments: {self.schedule!r}")
@@ -245,23 +252,22 @@ class Algorithm(Optimizer):
         self._set_counter("thinwire_round", self.rounds + 1)
         try:
             self.update()
-        except NonFiniteRound as refusal:
-            if self.on_nonfinite == "raise":
-                raise
-            log.warning("%s; step %d goes on without it", refusal, self.steps)
-            self._take_back(poisoned=self.link.rank in refusal.culprits)
         except RoundAborted as refusal:
-            log.warning("%s; step %d goes on without it", refusal, self.steps)
-            self._take_back(poisoned=False)
+            self.refuse(refusal)
         else:
             if self.alarm_every and self.rounds % self.alarm_every == 0:
                 self._check_replicas()
         finally:
             self._withdrawn = False
 
-    def _take_back(self, *, poisoned: bool) -> None:
+    def refuse(self, refusal: RoundAborted) -> None:
+        """Go on without a round that did not take place, or raise, as the policies say."""
+        poisoned = isinstance(refusal, NonFiniteRound)
+        if poisoned and self.on_nonfinite == "raise":
+            raise refusal
+        log.warning("%s; training goes on without it", refusal)
         self.aborted_rounds += 1
-        if poisoned or self.on_abort == "restore":
+        if self.on_abort == "restore" or (poisoned and self.link.rank in refusal.culprits):
             self.restore()
 
     # --- Gates ---------------------------------------------------------------------------------------------------------------
@@ -278,7 +284,6 @@ class Algorithm(Optimizer):
             {k: _plain(v) for k, v in g.items() if k not in ("params", *_COUNTERS)} | {"tensors": len(g["params"])}
             for g in self.param_groups
         ]
-        tensors = [f"{str(p.dtype).removeprefix('torch.')}{list(local(p).shape)}" for p in self._active]
         policy = {
             "on_abort": self.on_abort,
             "on_nonfinite": self.on_nonfinite,
@@ -292,7 +297,7 @@ class Algorithm(Optimizer):
             **{k: _plain(v) for k, v in self.settings.items()},
             **policy,
             "group": groups,
-            "tensor": tensors,
+            "tensor": [describe(x) for x in self.params()],
             "steps so far": self.steps,
             "rounds so far": self.rounds,
             "starting value of": {
@@ -352,9 +357,10 @@ class Algorithm(Optimizer):
     def _unscale_gradients(self) -> None:
         scale = getattr(self, "grad_scale", None)  # set by GradScaler around step()
         if scale is not None:
+            inverse = scale.reciprocal()
             for p in self._active:
                 if p.grad is not None:
-                    local(p.grad).mul_(scale.reciprocal().to(p.grad.dtype))
+                    local(p.grad).mul_(inverse)
 
     # --- Parameter groups and state dicts ------------------------------------------------------------------------------
 

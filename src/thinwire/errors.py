@@ -65,7 +65,7 @@ def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
         raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
-def check_positive_int(name: str, value: object) -> None:
-    """Raise a `ConfigError` unless `value` is an int of at least 1 (bool is not an int here)."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+def check_whole_number(name: str, value: object, *, least: int = 1) -> None:
+    """Raise a `ConfigError` unless `value` is an int of at least `least` (bool is not an int here)."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")

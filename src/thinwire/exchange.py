@@ -245,6 +245,11 @@ def _differences(first: object, other: object, rank: int, name: str = "") -> lis
     return [f"{name} is {first!r} on rank 0 and {other!r} on rank {rank}"]
 
 
+def describe(tensor: Tensor) -> str:
+    """Dtype and shape, for fingerprints and the people who read them: float32[4, 4]."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
 # --- Starting alike ------------------------------------------------------------------------------------------------------
 
 
@@ -259,7 +264,7 @@ def broadcast(link: Link, model: nn.Module) -> None:
         model: the same architecture on all workers, which is checked first.
     """
     tensors = [local(t.detach()) for t in [*model.parameters(), *model.buffers()]]
-    handshake(link, {"tensor": [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]})
+    handshake(link, {"tensor": [describe(t) for t in tensors]})
     for batch in _batches(tensors):
         raw = [t.contiguous().flatten().view(torch.uint8) for t in batch]
         told = link.broadcast(Payload(torch.cat(raw), purpose="broadcast")).data

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from thinwire.errors import ConfigError, check_positive_int
+from thinwire.errors import ConfigError, check_whole_number
 
 
 @runtime_checkable
@@ -47,7 +47,7 @@ class Every:
 
     def __post_init__(self) -> None:
         """Check the period."""
-        check_positive_int("H", self.H)
+        check_whole_number("H", self.H)
         if not isinstance(self.offset, int):
             raise ConfigError(f"offset must be a whole number, got {self.offset!r}")
 
@@ -77,8 +77,8 @@ class Staggered:
 
     def __post_init__(self) -> None:
         """Check the period and the number of fragments."""
-        check_positive_int("H", self.H)
-        check_positive_int("fragments", self.fragments)
+        check_whole_number("H", self.H)
+        check_whole_number("fragments", self.fragments)
         if self.fragments > self.H:
             raise ConfigError(f"fragments must be at most H={self.H}, so that one is due at a time, got {self.fragments}")
 
@@ -101,8 +101,7 @@ class Warmup:
 
     def __post_init__(self) -> None:
         """Check the number of steps."""
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 0:
-            raise ConfigError(f"warm-up steps must be a whole number of at least 0, got {self.steps!r}")
+        check_whole_number("warm-up steps", self.steps, least=0)
         object.__setattr__(self, "then", as_schedule(self.then))
 
     @property

@@ -78,9 +78,10 @@ class LocalSGD(Wrapper):
 
     def update(self) -> None:
         """One round: everyone takes the mean."""
-        mean, _ = self.average(self.message())  # mean_i x_i, mean_i s_i
+        x_and_s = self.message()
+        mean, _ = self.average(x_and_s)  # mean_i x_i, mean_i s_i
         self.commit()
-        for mine, agreed in zip(self.message(), mean, strict=True):
+        for mine, agreed in zip(x_and_s, mean, strict=True):
             mine.copy_(agreed)
         for anchor, agreed in zip(self.slot("anchor"), mean, strict=False):
             anchor.copy_(agreed)

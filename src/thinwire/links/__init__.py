@@ -7,7 +7,7 @@ from thinwire.links.sim import SimLink
 from thinwire.links.solo import SoloLink
 from thinwire.links.straggler import Straggler
 from thinwire.links.throttled import Throttled
-from thinwire.links.torch import TorchLink, connect, disconnect
+from thinwire.links.torch import TorchLink, connect, disconnect, host_job
 
 __all__ = [
     "Done",
@@ -26,4 +26,5 @@ __all__ = [
     "Totals",
     "connect",
     "disconnect",
+    "host_job",
 ]

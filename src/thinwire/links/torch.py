@@ -6,7 +6,6 @@ Every wait has a time limit, and a failure names the rank that reports it, the r
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -23,8 +22,6 @@ from thinwire.links.heartbeat import Heartbeat
 from thinwire.links.solo import SoloLink
 from thinwire.network import Op, Traffic, ring_traffic, show_bytes
 from thinwire.payload import Payload
-
-log = logging.getLogger("thinwire")
 
 _CALLED = {"mean": "all-reduce", "gather": "all-gather", "broadcast": "broadcast"}
 
@@ -214,6 +211,25 @@ def connect(*, backend: str | None = None, timeout: float = 600.0) -> Link:
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     return TorchLink(timeout=timeout)
+
+
+def host_job(processes: int) -> tuple[dist.Store, list[dict[str, str]]]:
+    """Hold the key-value store of a job on this machine, so that any of its processes may die without taking it along.
+
+    Args:
+        processes: how many the job has.
+
+    Returns:
+        The store, to be kept alive as long as the job, and the environment in which each process finds it by `connect()`.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(processes),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is held here: no process shall open one
+    }
+    return store, [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
 def disconnect() -> None:

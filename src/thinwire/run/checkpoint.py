@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,13 @@ def finished(folder: Path) -> list[Path]:
     return [p for *_, p in sorted(named) if (p / _DESCRIPTION).is_file()]
 
 
+def step_of(path: Path) -> int:
+    """The step of a finished checkpoint, from its name."""
+    match = _FINISHED.fullmatch(path.name)
+    assert match is not None, path
+    return int(match[1])
+
+
 def save(
     folder: Path,
     model: nn.Module,
@@ -92,27 +99,28 @@ def save(
         The finished checkpoint's folder.
     """
     reshard(model)
-    target = _free_name(folder, f"step-{optimizer.steps:08d}") if _is_first(group) else folder
-    aside = folder / f".writing-step-{optimizer.steps:08d}"
+    name = f"step-{optimizer.steps:08d}"
+    aside = folder / f".writing-{name}"
     state = _flat_state(model, optimizer, link, extra or {}, _number(group))
-    problem = ""
-    try:
-        if _is_first(group):
-            for left in folder.glob(".writing-*"):
-                shutil.rmtree(left, ignore_errors=True)
-            aside.mkdir(parents=True)
-        _everyone(group)
+
+    def prepare() -> None:
+        for left in folder.glob(".writing-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        aside.mkdir(parents=True)
+
+    def write() -> None:
         with _quiet():
             dcp.save(state, checkpoint_id=aside, process_group=group, no_dist=not dist.is_initialized())
-        if _is_first(group):
-            _write_description(aside / _DESCRIPTION, optimizer, link)
-            _publish(aside, target)
-            _remove_old(folder, target, keep)
-    except (OSError, CheckpointException) as cause:
-        problem = f"could not write the checkpoint of step {optimizer.steps}: {_gist(cause)}; older ones are untouched"
-    problems = _everyone(group, problem)
-    if problems:
-        raise CheckpointError(problems[0])
+
+    def finish() -> None:
+        _write_description(aside / _DESCRIPTION, optimizer, link)
+        target = _free_name(folder, name)
+        _publish(aside, target)
+        _remove_old(folder, target, keep)
+
+    first = _is_first(group)
+    for work in (prepare if first else None, write, finish if first else None):
+        _together(group, work, f"the checkpoint of step {optimizer.steps}")
     return finished(folder)[-1]
 
 
@@ -354,7 +362,7 @@ def _remove_old(folder: Path, target: Path, keep: int) -> None:
     """Leave `target` and what is newest before it, each step once; later steps are of a run that was given up."""
     everything = finished(folder)
     so_far = everything[: everything.index(target) + 1]
-    newest = {path.name.partition(".")[0]: path for path in so_far}
+    newest = {step_of(path): path for path in so_far}
     kept = set(list(newest.values())[-max(1, keep) :])
     for path in everything:
         if path not in kept:
@@ -392,13 +400,20 @@ def _number(group: dist.ProcessGroup | None) -> int:
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
-def _everyone(group: dist.ProcessGroup | None, problem: str = "") -> list[str]:
-    """Wait for all processes; returns the problems that any of them had, the same list on all."""
-    if not dist.is_initialized():
-        return [problem] if problem else []
-    problems: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(problems, problem, group=group)
-    return [p for p in problems if p]
+def _together(group: dist.ProcessGroup | None, work: Callable[[], None] | None, what: str) -> None:
+    """Do a part of the work and wait for all processes; a problem of any of them is raised on all."""
+    problem = ""
+    try:
+        if work is not None:
+            work()
+    except (OSError, CheckpointException) as cause:
+        problem = f"could not write {what}: {_gist(cause)}; older ones are untouched"
+    problems: list[str | None] = [problem]
+    if dist.is_initialized():
+        problems = [None] * dist.get_world_size(group)
+        dist.all_gather_object(problems, problem, group=group)
+    for told in filter(None, problems):
+        raise CheckpointError(told)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -130,42 +129,44 @@ def _train(arguments: list[str]) -> int:
         return _join(config, place, timeout)
     folder = _claim_folder(config, place)
     from thinwire.run.launch import launch
+    from thinwire.run.summary import show_summary
 
     assert config.workers is not None
     processes = config.workers * config.shards
     launch(folder, processes, timeout=timeout, resume=place.resume, checkpoint_every=place.checkpoint_every)
-    _show_summary(folder)
+    show_summary(folder)
     return 0
 
 
 def _join(config: RunConfig, place: TrainPlace, timeout: float) -> int:
     """Be one worker of the torchrun job that this process is in."""
     from thinwire.links import disconnect
+    from thinwire.run.summary import show_summary
     from thinwire.run.worker import join, work
 
     link = join(config, timeout=timeout)
     folder = _agree_on_folder(config, place, link)
     work(config, folder, link, resume=place.resume, checkpoint_every=place.checkpoint_every)
     if link.rank == 0:
-        _show_summary(folder)
+        show_summary(folder)
     disconnect()
     return 0
 
 
 def _agree_on_folder(config: RunConfig, place: TrainPlace, link: Link) -> Path:
     """The first process claims the folder and tells the others, or all of them refuse together."""
-    from thinwire.payload import Payload
+    from thinwire.run.train import tell_all
 
-    verdict = ""
+    verdict: dict[str, str] = {}
     if link.rank == 0:
         try:
-            verdict = f"+{_claim_folder(config, place)}"
+            verdict = {"folder": str(_claim_folder(config, place))}
         except ConfigError as error:
-            verdict = f"-{error}"
-    verdict = link.all_gather(Payload.of_bytes(verdict.encode() or b"?", purpose="folder"))[0].to_bytes().decode()
-    if verdict.startswith("-"):
-        raise ConfigError(verdict[1:])
-    return Path(verdict[1:])
+            verdict = {"error": str(error)}
+    verdict = tell_all(link, verdict)
+    if "error" in verdict:
+        raise ConfigError(verdict["error"])
+    return Path(verdict["folder"])
 
 
 def _saved_config(arguments: list[str]) -> RunConfig | None:
@@ -185,10 +186,9 @@ def _saved_config(arguments: list[str]) -> RunConfig | None:
 
 def _claim_folder(config: RunConfig, place: TrainPlace) -> Path:
     """Make the run folder and its run.toml; refuse one that holds another run."""
-    from thinwire.run.config import about_run, check_same_run, now, read_run_toml, write_run_toml
+    from thinwire.run.config import about_run, check_same_run, new_folder, now, read_run_toml, write_run_toml
 
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = Path(place.out or f"runs/{config.algorithm}-{config.task}-{stamp}")
+    folder = Path(place.out or new_folder(f"{config.algorithm}-{config.task}"))
     record = folder / "run.toml"
     if record.exists():
         check_same_run(folder, read_run_toml(record), config)
@@ -224,36 +224,6 @@ def _rehearse(config: RunConfig) -> None:
             raise ConfigError(f"a batch of {len(task.batch(0, 1)[0])} does not divide over {config.shards} shards")
 
 
-def _show_summary(folder: Path) -> None:
-    import json
-
-    from thinwire.network import show_bytes
-
-    figures = json.loads((folder / "summary.json").read_text())
-    sent, seconds = figures["sent"], figures["seconds"]
-    less = ddp_bytes(figures) / sent if sent else float("inf")
-    metric = f", accuracy {figures['val_accuracy']:.4f}" if "val_accuracy" in figures else ""
-    done = f"after {_counted(figures['step'], 'step')} on {_counted(figures['workers'], 'worker')}"
-    print(f"validation loss {figures['val_loss']:.4f}{metric} {done}")
-    if figures["workers"] > 1:
-        share = 100 * figures["waiting"] / seconds if seconds else 0.0
-        versus = f" ({less:.0f}x fewer bytes than sending every gradient)" if less >= 1.5 else ""
-        whom = "worker" if figures["shards"] == 1 else f"process ({figures['shards']} to a worker)"
-        rounds = _counted(figures["rounds"], "round")
-        print(f"sent {show_bytes(sent)} per {whom} in {rounds}{versus}, {share:.0f}% of the time waiting")
-    print(f"run folder: {folder}")
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def ddp_bytes(figures: dict[str, Any]) -> float:
-    """What synchronous training with fp32 gradients would have sent per process: 2 * 4 P (M - 1) / M per worker and step."""
-    workers = figures["workers"]
-    return 8 * figures["parameters"] * (workers - 1) / workers * figures["step"] / figures["shards"]
-
-
 # --- sim -------------------------------------------------------------------------------------------------------------------
 
 
@@ -279,7 +249,9 @@ def _sim(arguments: list[str]) -> int:
     from rich.console import Console
 
     from thinwire.network import Network, parse_bandwidth, parse_duration
+    from thinwire.run.config import new_folder
     from thinwire.run.simulate import simulate
+    from thinwire.run.summary import show_summary
 
     config = replace(config, workers=config.workers or 2)
     if config.shards != 1:
@@ -295,11 +267,9 @@ def _sim(arguments: list[str]) -> int:
     if isinstance(step_time, tuple) and len(step_time) != config.workers:
         raise ConfigError(f"step-time lists {len(step_time)} workers, but there are {config.workers}")
     _rehearse(config)
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    out = place.out or f"runs/sim-{config.algorithm}-{config.task}-{stamp}"
-    folder = _claim_folder(config, TrainPlace(out=out))
+    folder = _claim_folder(config, TrainPlace(out=place.out or new_folder(f"sim-{config.algorithm}-{config.task}")))
     figures = simulate(config, folder, network=network, step_time=step_time, console=Console())
-    _show_summary(folder)
+    show_summary(folder)
     computing = figures["simulated_seconds"] - figures["waiting"]
     how = f"{place.step_time} per step" if place.step_time else "computing as fast as one worker does on this machine"
     print(

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 import thinwire
-from thinwire.errors import ConfigError, check_positive_int
+from thinwire.errors import ConfigError, check_whole_number
 
 # Names of the command line that stand for an algorithm with some of its settings fixed.
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -74,10 +74,10 @@ class RunConfig:
     def validate(self) -> None:
         """Raise a `ConfigError` for what can be seen to be wrong without torch."""
         for name in ("shards", "steps"):
-            check_positive_int(name, getattr(self, name))
+            check_whole_number(name, getattr(self, name))
         for name in ("workers", "batch"):
             if getattr(self, name) is not None:
-                check_positive_int(name, getattr(self, name))
+                check_whole_number(name, getattr(self, name))
         if not 0 < self.lr < math.inf:
             raise ConfigError(f"lr must be above zero, got {self.lr!r}")
         if not 0 <= self.lr_final <= 1:
@@ -130,6 +130,18 @@ def now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
+def new_folder(name: str) -> str:
+    """Where a run goes that was given no folder."""
+    return f"runs/{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader sees all of it or none: aside first, then by its name."""
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(text, encoding="utf-8")
+    aside.rename(path)
+
+
 def about_run(path: Path) -> dict[str, object]:
     """What an earlier run.toml says of how it came about; empty if there is none."""
     return tomllib.loads(path.read_text(encoding="utf-8")).get("about", {}) if path.exists() else {}
@@ -146,9 +158,7 @@ def write_run_toml(path: Path, config: RunConfig, **about: object) -> None:
     lines = []
     for table, values in tables.items():
         lines += [f"[{table}]", *(f"{key} = {_toml(value)}" for key, value in values.items()), ""]
-    aside = path.with_name(f".{path.name}")
-    aside.write_text("\n".join(lines), encoding="utf-8")
-    aside.rename(path)
+    write_whole(path, "\n".join(lines))
 
 
 def _toml(value: object) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.network import Network, parse_bandwidth, show_bytes
-from thinwire.run.cli import ddp_bytes
-from thinwire.run.config import RunConfig, write_run_toml
+from thinwire.run.config import RunConfig, new_folder, write_run_toml
 from thinwire.run.launch import launch
+from thinwire.run.summary import ddp_bytes, read_summary
 
 # The baseline first, then the best method so far. Both with the learning rate that was best for them in a small search
 # (LOG.md), both from the same weights, on the same batches.
@@ -46,7 +44,7 @@ def demo(arguments: list[str]) -> int:
     flags = tyro.cli(DemoFlags, prog="thinwire demo", args=arguments)
     bandwidth = parse_bandwidth(flags.bandwidth)
     console = Console()
-    folder = Path(flags.out or f"runs/demo-{datetime.now().strftime('%Y%m%d-%H%M%S')}")
+    folder = Path(flags.out or new_folder("demo"))
     console.print(
         "Training a GPT of 0.8 million parameters on the source of the Python library:\n"
         f"{flags.workers} workers as real processes, {flags.steps} steps each, twice. First torch's\n"
@@ -62,7 +60,7 @@ def demo(arguments: list[str]) -> int:
         place.mkdir(parents=True, exist_ok=True)
         write_run_toml(place / "run.toml", config, command="demo")
         launch(place, flags.workers, timeout=120.0, resume=False, checkpoint_every=0)
-        results.append((title, json.loads((place / "summary.json").read_text())))
+        results.append((title, read_summary(place)))
     console.print()
     console.print(_table(results, bandwidth, flags.bandwidth))
     console.print(_verdict(results), highlight=False)

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColum
 
 from thinwire.network import show_bytes
 from thinwire.run import train
+from thinwire.run.config import write_whole
 
 
 class Display:
@@ -100,9 +101,7 @@ class MetricsFile:
         """Open for appending."""
         if path.exists():
             kept = [line for line in path.read_text().splitlines() if _step_of(line) <= after]
-            aside = path.with_name(f".{path.name}")
-            aside.write_text("".join(f"{line}\n" for line in kept))
-            aside.rename(path)
+            write_whole(path, "".join(f"{line}\n" for line in kept))
         self._file: IO[str] = path.open("a", buffering=1)
 
     def __call__(self, progress: train.Progress) -> None:

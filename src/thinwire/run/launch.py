@@ -14,9 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-import torch.distributed as dist
-
 from thinwire.errors import ThinwireError
+from thinwire.links import host_job
 from thinwire.run import checkpoint
 
 
@@ -38,15 +37,9 @@ def launch(folder: Path, processes: int, *, timeout: float, resume: bool, checkp
         RunFailed: when a worker failed.
         KeyboardInterrupt: on Ctrl-C, after all workers were ended.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    threads = max(1, (os.cpu_count() or 1) // processes)
+    store, places = host_job(processes)
     environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "WORLD_SIZE": str(processes),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is ours: no worker shall open one
-        "OMP_NUM_THREADS": str(threads),
-        "THINWIRE_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
         "THINWIRE_LAUNCHER": str(os.getpid()),
         "THINWIRE_TIMEOUT": str(timeout),
         "THINWIRE_RESUME": "1" if resume else "0",
@@ -56,13 +49,13 @@ def launch(folder: Path, processes: int, *, timeout: float, resume: bool, checkp
     workers: list[subprocess.Popen[bytes]] = []
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
-        for rank in range(processes):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        for place in places:
             command = [sys.executable, "-m", "thinwire.run.worker", str(folder)]
             workers.append(subprocess.Popen(command, env=environment | place))
         _see_through(workers, folder, timeout)
     finally:
         _end(workers)
+        del store  # until here it served them
         signal.signal(signal.SIGTERM, before)
 
 
@@ -104,8 +97,7 @@ def _how_to_go_on(folder: Path) -> str:
     saved = checkpoint.finished(folder / "checkpoints")
     if not saved:
         return "there is no checkpoint yet"
-    step = int(saved[-1].name.removeprefix("step-").partition(".")[0])
-    return f"the last checkpoint is of step {step}: thinwire train --resume --out {folder}"
+    return f"the last checkpoint is of step {checkpoint.step_of(saved[-1])}: thinwire train --resume --out {folder}"
 
 
 def _end(workers: list[subprocess.Popen[bytes]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from thinwire.links import SimLink
 from thinwire.network import Network
 from thinwire.run.config import RunConfig
 from thinwire.run.display import Display, MetricsFile
+from thinwire.run.summary import summarise, write_summary
 from thinwire.run.train import Progress, Trainer, task_of
 from thinwire.sim import World
 
@@ -41,7 +41,7 @@ def simulate(
     title = f"sim {config.algorithm} {config.task} x{workers}"
     with Display(title, config.steps, task.unit, console=console) as display, contextlib.closing(metrics):
 
-        def worker(link: SimLink) -> tuple[Progress, int, int]:
+        def worker(link: SimLink) -> dict[str, Any]:
             trainer = Trainer(config, link, task=task)
 
             def watch(progress: Progress) -> None:
@@ -49,23 +49,9 @@ def simulate(
                     metrics(progress)
                     display(progress)
 
-            progress = trainer.run(watch)
-            parameters = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-            return progress, parameters, trainer.optimizer.aborted_rounds
+            return summarise(trainer, trainer.run(watch), simulated=True)
 
         results = world.run(worker)
-    progress, parameters, aborted = results[0]
-    summary = {
-        "algorithm": config.algorithm,
-        "task": config.task,
-        "workers": workers,
-        "shards": 1,
-        "parameters": parameters,
-        "unit": task.unit,
-        **progress.record(),
-        "simulated_seconds": max(p.seconds for p, *_ in results),
-        "aborted_rounds": aborted,
-        "simulated": True,
-    }
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    summary = results[0] | {"simulated_seconds": max(figures["seconds"] for figures in results)}
+    write_summary(folder, summary)
     return summary

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -27,7 +26,7 @@ from thinwire.run.config import RunConfig, resolve_algorithm
 from thinwire.tasks import make_task
 from thinwire.tasks.task import Task
 
-log = logging.getLogger("thinwire")
+T = TypeVar("T")
 
 INNER: dict[str, Callable[[Any, RunConfig], Optimizer]] = {
     "adamw": lambda p, c: torch.optim.AdamW(p, lr=c.lr, betas=(0.9, 0.95), weight_decay=c.weight_decay),
@@ -96,7 +95,7 @@ class Trainer:
         shard: Callable[[nn.Module], nn.Module] | None = None,
         part: tuple[int, int] = (0, 1),
     ):
-        """Build everything; the wire is not used yet."""
+        """Build everything; only torch's DDP uses the wire already."""
         self.config, self.link, self.part = config, Metered(link), part
         self.task = task or task_of(config, link.size)
         self.model = self.task.model().to(device_of(config))
@@ -159,14 +158,8 @@ class Trainer:
     def _refuse(self, culprits: list[int]) -> None:
         """What the finite gate does for every other method: DDP has averaged a NaN, so nobody takes this step."""
         names = ", ".join(f"rank {r}" for r in culprits)
-        refusal = NonFiniteRound(
-            f"step {self.step} refused on all {self.link.size} workers: NaN or Inf in the contribution of {names}",
-            culprits=culprits,
-        )
-        if self.optimizer.on_nonfinite == "raise":
-            raise refusal
-        log.warning("%s", refusal)
-        self.optimizer.aborted_rounds += 1
+        what = f"step {self.step} refused on all {self.link.size} workers: NaN or Inf in the contribution of {names}"
+        self.optimizer.refuse(NonFiniteRound(what, culprits=culprits))
         self.optimizer.zero_grad()  # without gradients the step that follows changes nothing but its number
 
     def evaluate(self) -> dict[str, float]:
@@ -248,7 +241,7 @@ def optimizer_of(config: RunConfig, model: nn.Module, link: Link) -> Algorithm:
     return make(model.parameters(), link, lr=config.lr, **settings)
 
 
-def tell_all(link: Link, figures: dict[str, float]) -> dict[str, float]:
-    """Worker 0's figures on every worker."""
-    message = Payload.of_bytes(json.dumps(figures).encode(), purpose="evaluation")
+def tell_all(link: Link, said: dict[str, T]) -> dict[str, T]:
+    """What worker 0 says, on every worker; what the others say is not heard."""
+    message = Payload.of_bytes(json.dumps(said).encode(), purpose="word of worker 0")
     return json.loads(link.all_gather(message)[0].to_bytes())

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -26,6 +25,7 @@ from thinwire.links import Link, SoloLink, TorchLink, connect, disconnect
 from thinwire.links.mesh import make_mesh, shard_model
 from thinwire.run.config import RunConfig, read_run_toml
 from thinwire.run.display import Display, MetricsFile
+from thinwire.run.summary import summarise, write_summary
 from thinwire.run.train import Progress, Trainer, device_of
 
 EXIT_FAILED = 3  # this worker met an error it could name; anything else is a crash
@@ -66,7 +66,7 @@ def _work(config: RunConfig, folder: Path, link: Link, resume: bool, checkpoint_
     with _watching(title, config, folder, trainer, notes) if first else contextlib.nullcontext(_nobody) as watch:
         progress = trainer.run(watch, checkpoints=folder / "checkpoints", checkpoint_every=checkpoint_every)
     if first:
-        _write_summary(folder / "summary.json", config, trainer, progress)
+        write_summary(folder, summarise(trainer, progress))
     return progress
 
 
@@ -81,28 +81,8 @@ def _watching(title: str, config: RunConfig, folder: Path, trainer: Trainer, not
         console.print(f"[dim]{note}", highlight=False)
     logging.getLogger("thinwire").addHandler(RichHandler(console=console, show_path=False, show_time=False))
     metrics = MetricsFile(folder / "metrics.jsonl", after=trainer.step)
-    with Display(title, config.steps, trainer.task.unit, console=console) as display:
+    with contextlib.closing(metrics), Display(title, config.steps, trainer.task.unit, console=console) as display:
         yield lambda progress: (metrics(progress), display(progress))
-    metrics.close()
-
-
-def _write_summary(path: Path, config: RunConfig, trainer: Trainer, progress: Progress) -> None:
-    """The figures of the finished run in one file."""
-    trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    summary = {
-        "algorithm": config.algorithm,
-        "task": config.task,
-        "workers": trainer.link.size,
-        "shards": config.shards,
-        "parameters": trainable,
-        "unit": trainer.task.unit,
-        **progress.record(),
-        "aborted_rounds": trainer.optimizer.aborted_rounds,
-        "evaluated": "the model that all workers agreed on in the last round",
-    }
-    aside = path.with_name(f".{path.name}")
-    aside.write_text(json.dumps(summary, indent=1) + "\n")
-    aside.rename(path)
 
 
 def _end_with(launcher: int) -> None:
@@ -121,7 +101,6 @@ def main() -> None:
     _end_with(int(os.environ["THINWIRE_LAUNCHER"]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which ends its workers
     folder = Path(sys.argv[1])
-    torch.set_num_threads(int(os.environ.get("THINWIRE_THREADS", "1")))
     rank = os.environ.get("RANK", "0")
     logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[logging.NullHandler()])
     if rank != "0":

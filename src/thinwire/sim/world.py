@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from thinwire.errors import ConfigError, LinkError, check_positive_int
+from thinwire.errors import ConfigError, LinkError, check_whole_number
 from thinwire.links.base import Ticket
 from thinwire.links.sim import SimLink
 from thinwire.network import Network, Op
@@ -61,7 +61,7 @@ class World:
         seed: int = 0,
     ):
         """Make the world; nothing runs yet."""
-        check_positive_int("size", size)
+        check_whole_number("size", size)
         self.network = network or Network()
         self.network.check(size)
         self.step_time = _per_worker(step_time, size)

@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thinwire.errors import ConfigError, check_positive_int
+from thinwire.errors import ConfigError, check_whole_number
 
 if TYPE_CHECKING:
     from thinwire.tasks.task import Task
@@ -82,8 +82,8 @@ def _check(name: str, *, seed: int, workers: int, batch: int | None, non_iid: fl
         raise ConfigError(f"task must be one of {', '.join(TASKS)}, got {name!r}{hint}")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ConfigError(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}")
-    check_positive_int("workers", workers)
+    check_whole_number("workers", workers)
     if batch is not None:
-        check_positive_int("batch", batch)
+        check_whole_number("batch", batch)
     if non_iid is not None and not (math.isfinite(non_iid) and non_iid > 0):
         raise ConfigError(f"non_iid must be None or a number above 0, got {non_iid!r}")

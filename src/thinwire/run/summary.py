@@ -1,0 +1,71 @@
+"""The figures of a finished run: summary.json, what a person is told of it, and what DDP would have sent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from thinwire.network import show_bytes
+from thinwire.run.config import write_whole
+from thinwire.run.train import Progress, Trainer
+
+
+def summarise(trainer: Trainer, progress: Progress, **more: Any) -> dict[str, Any]:
+    """The figures of one worker's finished run.
+
+    Args:
+        trainer: the worker's trainer, after its last step.
+        progress: where it stands.
+        **more: further figures.
+    """
+    config = trainer.config
+    return {
+        "algorithm": config.algorithm,
+        "task": config.task,
+        "workers": trainer.link.size,
+        "shards": config.shards,
+        "parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+        "unit": trainer.task.unit,
+        **progress.record(),
+        "aborted_rounds": trainer.optimizer.aborted_rounds,
+        "evaluated": "the model that all workers agreed on in the last round",
+        **more,
+    }
+
+
+def write_summary(folder: Path, figures: dict[str, Any]) -> None:
+    """Keep the figures in the run folder."""
+    write_whole(folder / "summary.json", json.dumps(figures, indent=1) + "\n")
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """The figures of a finished run."""
+    return json.loads((folder / "summary.json").read_text())
+
+
+def ddp_bytes(figures: dict[str, Any]) -> float:
+    """What synchronous training with fp32 gradients would have sent per process: 2 * 4 P (M - 1) / M per worker and step."""
+    workers = figures["workers"]
+    return 8 * figures["parameters"] * (workers - 1) / workers * figures["step"] / figures["shards"]
+
+
+def show_summary(folder: Path) -> None:
+    """Tell a person how the run in `folder` ended."""
+    figures = read_summary(folder)
+    sent, seconds = figures["sent"], figures["seconds"]
+    less = ddp_bytes(figures) / sent if sent else float("inf")
+    metric = f", accuracy {figures['val_accuracy']:.4f}" if "val_accuracy" in figures else ""
+    done = f"after {_counted(figures['step'], 'step')} on {_counted(figures['workers'], 'worker')}"
+    print(f"validation loss {figures['val_loss']:.4f}{metric} {done}")
+    if figures["workers"] > 1:
+        share = 100 * figures["waiting"] / seconds if seconds else 0.0
+        versus = f" ({less:.0f}x fewer bytes than sending every gradient)" if less >= 1.5 else ""
+        whom = "worker" if figures["shards"] == 1 else f"process ({figures['shards']} to a worker)"
+        rounds = _counted(figures["rounds"], "round")
+        print(f"sent {show_bytes(sent)} per {whom} in {rounds}{versus}, {share:.0f}% of the time waiting")
+    print(f"run folder: {folder}")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

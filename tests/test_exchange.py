@@ -154,7 +154,9 @@ def test_one_exchange_whatever_the_number_of_tensors(tensors: int, gather: bool)
 
     for rounds, payloads in World(2).run(worker):
         assert rounds == len(payloads) == 1
-        assert 0 <= payloads[0] - 4 * 3 * tensors <= 8, "the values, and a few bytes of status"
+        assert payloads[0] - 4 * 3 * tensors == (48 if gather else 8), (
+            "the values, and a header or one status number per worker"
+        )
 
 
 @both_ways

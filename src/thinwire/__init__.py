@@ -17,11 +17,28 @@ _HOME = {
     "DataParallel": "thinwire.algorithms",
     "DiLoCo": "thinwire.algorithms",
     "LocalSGD": "thinwire.algorithms",
+    "All": "thinwire.codecs",
+    "Chain": "thinwire.codecs",
     "Codec": "thinwire.codecs",
+    "DCT": "thinwire.codecs",
     "Dense": "thinwire.codecs",
+    "Float": "thinwire.codecs",
+    "Fp4": "thinwire.codecs",
+    "Hadamard": "thinwire.codecs",
+    "Identity": "thinwire.codecs",
+    "Int8": "thinwire.codecs",
+    "Mean": "thinwire.codecs",
+    "RandomK": "thinwire.codecs",
+    "RandomOrthogonal": "thinwire.codecs",
+    "Sign": "thinwire.codecs",
+    "Striding": "thinwire.codecs",
+    "TopK": "thinwire.codecs",
+    "TwoBit": "thinwire.codecs",
     "average": "thinwire.exchange",
     "broadcast": "thinwire.exchange",
     "post_average": "thinwire.exchange",
+    "post_share": "thinwire.exchange",
+    "share": "thinwire.exchange",
     "Flaky": "thinwire.links",
     "Link": "thinwire.links",
     "Metered": "thinwire.links",
@@ -46,8 +63,26 @@ if TYPE_CHECKING:
     from thinwire import errors
     from thinwire.algorithm import Algorithm, Policy, Wrapper
     from thinwire.algorithms import DataParallel, DiLoCo, LocalSGD
-    from thinwire.codecs import Codec, Dense
-    from thinwire.exchange import average, broadcast, post_average
+    from thinwire.codecs import (
+        DCT,
+        All,
+        Chain,
+        Codec,
+        Dense,
+        Float,
+        Fp4,
+        Hadamard,
+        Identity,
+        Int8,
+        Mean,
+        RandomK,
+        RandomOrthogonal,
+        Sign,
+        Striding,
+        TopK,
+        TwoBit,
+    )
+    from thinwire.exchange import average, broadcast, post_average, post_share, share
     from thinwire.links import (
         Flaky,
         Link,

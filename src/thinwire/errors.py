@@ -38,6 +38,15 @@ class LinkError(ThinwireError, RuntimeError):
         self.lost = tuple(lost)
 
 
+class WireError(ThinwireError, ValueError):
+    """A message is not what it should be: damaged, of another codec or round, or made to do harm. Nothing was applied."""
+
+    def __init__(self, message: str, *, rank: int | None = None):
+        """Say whose message it is where that is known."""
+        super().__init__(message if rank is None else f"the message of rank {rank}: {message}")
+        self.rank = rank
+
+
 class FingerprintMismatch(ConfigError):
     """The workers were not started with the same algorithm, settings or shapes."""
 

@@ -10,22 +10,30 @@ Three gates:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from typing import TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from thinwire.codecs.aggregate import Mean
 from thinwire.codecs.base import Codec
-from thinwire.errors import Diverged, FingerprintMismatch, NonFiniteRound
+from thinwire.codecs.chain import Chain, Encoded
+from thinwire.codecs.received import Received
+from thinwire.codecs.wire import HEADER_NBYTES, Envelope, fingerprint, seal, unseal
+from thinwire.errors import ConfigError, Diverged, FingerprintMismatch, NonFiniteRound, WireError
 from thinwire.links.base import Link, Ticket
 from thinwire.links.shards import local
 from thinwire.payload import Payload, all_finite
 
 WIRE_VERSION = 1
+
+T = TypeVar("T")
 
 # Asked with "is something wrong here?": whether it is so anywhere among the processes that share one worker's model.
 AnyShard = Callable[[bool], bool]
@@ -44,12 +52,16 @@ class Options(TypedDict, total=False):
         withdraw: this worker knows that it has nothing good to give: refuse the round on all workers in its name.
         any_shard: where the worker's model is sharded over processes, tells whether any of them raised its flag, so that all
             shards of a worker refuse a round together.
+        mean: how the contributions are combined; only the plain mean can be left to the wire, so a linear codec takes no other.
+        weight: how much this worker's contribution counts; equal by default. Given by all workers or by none.
     """
 
     round: int
     want_sent: bool
     withdraw: bool
     any_shard: AnyShard
+    mean: Mean
+    weight: float | None
 
 
 def average(
@@ -81,107 +93,274 @@ def post_average(
     want_sent: bool = False,
     withdraw: bool = False,
     any_shard: AnyShard = _alone,
+    mean: Mean | None = None,
+    weight: float | None = None,
 ) -> PendingAverage:
     """Start an `average`; compute while it is under way and call `wait()` on the result later."""
     tensors = list(tensors)
-    if codec.linear:
-        payload, sent = _with_status_vector(link, codec, tensors, round, want_sent, withdraw, any_shard)
-    else:  # a codec that is not linear might turn a NaN into something finite: look at what goes in
-        payload, sent = _with_status_byte(codec, tensors, round, want_sent, withdraw or not all_finite(tensors), any_shard)
-    ticket = link.post(payload, "mean" if codec.linear else "gather")
     like = [torch.empty_like(t, device="meta") for t in tensors]  # shapes only: the tensors may change meanwhile
-    return PendingAverage(link, codec, like, round, ticket, sent, any_shard)
+    mail = Mail(link, codec, like, round, any_shard, mean or Mean(), weight)
+    scaled = tensors if weight is None or not codec.linear else [t * weight for t in tensors]
+    if codec.linear:
+        body = codec.encode(scaled, round=round, spare=mail.spare)
+        finite = body.finite
+    else:  # a codec that is not linear might turn a NaN into something finite: look at what goes in
+        body, finite = codec.encode_finite(tensors, round=round)
+        finite = finite and all_finite(tensors)
+    sent = []
+    if want_sent:  # decoded from a copy: the link reduces into the payload's own buffer
+        sent = codec.decode(mail.strip(body.like(body.data.clone())), tensors, round=round)
+        if codec.linear and weight:
+            sent = [s / weight for s in sent]
+    return PendingAverage(mail, mail.post(body, withdraw or not finite), sent)
 
 
-def message_nbytes(link: Link, codec: Codec, tensors: Sequence[Tensor]) -> int:
+def message_nbytes(link: Link, codec: Codec, tensors: Sequence[Tensor], *, weighted: bool = False) -> int:
     """Length in bytes of the message that `average` would send, with what it adds to tell a bad contribution."""
-    return codec.nbytes([*tensors, _status(link, "meta")]) if codec.linear else codec.nbytes(tensors) + 1
+    if not codec.linear:
+        return HEADER_NBYTES + codec.nbytes(tensors)
+    number = codec.nbytes([torch.empty(1, device="meta")])
+    return codec.nbytes(tensors) + number * (link.size + weighted)
+
+
+@dataclass
+class Mail:
+    """One exchange of one codec's messages: what is put around a body, and what is checked when the others' come.
+
+    A message that may be averaged on the wire has one status number per worker behind it (and the weight, where workers have
+    one). A worker that finds its own message not finite sends zeros and raises its number: the mean then tells everybody who
+    it was, without a second round trip. A message that is gathered travels in an envelope (`codecs.wire`) that says as much.
+    """
+
+    link: Link
+    codec: Codec
+    like: list[Tensor]
+    round: int
+    any_shard: AnyShard
+    mean: Mean
+    weight: float | None
+
+    def __post_init__(self) -> None:
+        """Refuse what the wire cannot do."""
+        if self.codec.linear and not self.mean.plain:
+            raise ConfigError(
+                f"{self.codec!r} is averaged on the wire, which can do the plain mean over workers only, not {self.mean!r}"
+            )
+        if self.weight is not None and not (math.isfinite(self.weight) and self.weight >= 0):
+            raise ConfigError(f"weight must be finite and not negative, got {self.weight!r}")
+        if self.weight is not None and self.mean.trimmed:
+            raise ConfigError(f"a trimmed mean takes no weights, got weight={self.weight!r} with {self.mean!r}")
+
+    @property
+    def spare(self) -> int:
+        """Numbers behind a message that is averaged on the wire."""
+        return self.link.size + (self.weight is not None) if self.codec.linear else 0
+
+    def strip(self, payload: Payload) -> Payload:
+        """A message without the numbers behind it."""
+        return payload.like(payload.data[: payload.data.numel() - self.spare])
+
+    def post(self, body: Payload, bad: bool) -> Ticket:
+        """Put a body (with room behind it) on its way."""
+        bad = self.any_shard(bad)
+        if not self.codec.linear:
+            if bad:
+                body = body.like(torch.zeros_like(body.data))
+            envelope = Envelope(self.link.rank, 1.0 if self.weight is None else self.weight, withdrawn=bad)
+            return self.link.post(seal(body, envelope, fingerprint=self._fingerprint, round=self.round), "gather")
+        if bad:
+            body.data.zero_()
+        if self.weight is not None:
+            body.data[-1] = self.weight
+        if bad:
+            body.data[body.data.numel() - self.spare + self.link.rank] = 1
+        return self.link.post(body, "mean")
+
+    @functools.cached_property
+    def _fingerprint(self) -> int:
+        return fingerprint(self.codec, self.like)
+
+    def read(self, payloads: list[Payload], decode: Callable[[list[Payload], list[float] | None], tuple[T, bool]]) -> T:
+        """Check what came and decode it.
+
+        All shards of a worker accept or refuse it together, or half a model would take the step.
+
+        Args:
+            payloads: as the link brought them.
+            decode: makes the result of the bodies and the workers' weights (None where they have none), and tells whether it
+                is finite.
+
+        Raises:
+            WireError: a message that is not what it should be.
+            NonFiniteRound: on every worker, naming those who have nothing good to give.
+        """
+        error, culprits, result = None, [], []
+        try:
+            bodies, weights, culprits = self._open(payloads)
+            if not culprits:
+                decoded, finite = decode(bodies, weights)
+                result, culprits = [decoded], [] if finite else [-1]
+        except WireError as found:
+            error = found
+        if not self.any_shard(error is not None or bool(culprits)):
+            return result[0]
+        if error is not None:
+            raise error
+        names = ", ".join(f"rank {r}" for r in culprits if r >= 0)
+        reason = f"NaN or Inf in the contribution of {names}" if names else "the sum of all contributions overflowed"
+        raise NonFiniteRound(
+            f"round {self.round} refused on all {self.link.size} workers: "
+            + (reason if culprits else "another shard of this worker refused it"),
+            culprits=[r for r in culprits if r >= 0],
+        )
+
+    def _open(self, payloads: list[Payload]) -> tuple[list[Payload], list[float] | None, list[int]]:
+        """The bodies, the workers' weights where they have any, and the ranks that have nothing good to give."""
+        if self.codec.linear:
+            numbers = payloads[0].data[payloads[0].data.numel() - self.spare :].float()
+            culprits = numbers[: self.link.size].nonzero().flatten().tolist()
+            if not culprits and not payloads[0].finite:
+                culprits = [-1]  # every contribution was finite, their sum in the wire's dtype is not
+            if self.weight is not None and not culprits and not numbers[-1] > 0:
+                raise WireError("the weights of all workers are zero")
+            return [self.strip(payloads[0])], None if self.weight is None else [float(numbers[-1])], culprits
+        nbytes = self.codec.nbytes(self.like)
+        opened = [
+            unseal(p, fingerprint=self._fingerprint, round=self.round, rank=rank, nbytes=nbytes)
+            for rank, p in enumerate(payloads)
+        ]
+        weights = [e.weight for _, e in opened]
+        if not sum(weights) > 0:
+            raise WireError("the weights of all workers are zero")
+        culprits = [e.rank for _, e in opened if e.withdrawn]
+        return [body for body, _ in opened], None if self.weight is None else weights, culprits
 
 
 @dataclass
 class PendingAverage:
     """An average under way."""
 
-    link: Link
-    codec: Codec
-    like: list[Tensor]
-    round: int
+    mail: Mail
     ticket: Ticket
     sent: list[Tensor]
-    any_shard: AnyShard
 
     def wait(self) -> tuple[list[Tensor], list[Tensor]]:
         """The mean and what was sent; raises `NonFiniteRound` on every worker alike."""
-        payloads = self.ticket.wait()
-        mean, culprits = self._mean_on_the_wire(payloads[0]) if self.codec.linear else self._mean_of_all(payloads)
-        # The decision must be the same on all shards of all workers, or half a model would take the step.
-        if self.any_shard(bool(culprits)):
-            names = ", ".join(f"rank {r}" for r in culprits if r >= 0)
-            reason = f"NaN or Inf in the contribution of {names}" if names else "the sum of all contributions overflowed"
-            raise NonFiniteRound(
-                f"round {self.round} refused on all {self.link.size} workers: {reason}",
-                culprits=[r for r in culprits if r >= 0],
-            )
-        return mean, self.sent
+        return self.mail.read(self.ticket.wait(), self._decode), self.sent
 
-    def _mean_on_the_wire(self, payload: Payload) -> tuple[list[Tensor], list[int]]:
-        *mean, status = self.codec.decode(payload, [*self.like, _status(self.link, "meta")], round=self.round)
-        culprits = status.nonzero().flatten().tolist()
-        if not culprits and not payload.finite:
-            culprits = [-1]  # every contribution was finite, their sum in the wire's dtype is not
-        return mean, culprits
-
-    def _mean_of_all(self, payloads: list[Payload]) -> tuple[list[Tensor], list[int]]:
-        total: list[Tensor] = []
-        culprits = []
-        for rank, payload in enumerate(payloads):
-            body = payload.like(payload.data[: payload.data.numel() - 1])
-            values = self.codec.decode(body, self.like, round=self.round)
-            if bool(payload.data[-1]) or not all_finite(values):
-                culprits.append(rank)
-            elif not total:
-                total = [v.clone() for v in values]
-            else:
-                for t, v in zip(total, values, strict=True):
-                    t.add_(v)
-        mean = [t.div_(self.link.size) for t in total]
-        if not culprits and not all_finite(mean):
-            culprits = [-1]
-        return mean, culprits
+    def _decode(self, bodies: list[Payload], weights: list[float] | None) -> tuple[list[Tensor], bool]:
+        mail = self.mail
+        if mail.codec.linear:
+            mean = mail.codec.decode(bodies[0], mail.like, round=mail.round)
+            return ([m / weights[0] for m in mean] if weights else mean), True
+        mean = mail.codec.combine(bodies, mail.like, round=mail.round, mean=mail.mean, weights=weights)
+        return mean, all_finite(mean)
 
 
-def _status(link: Link, device: torch.device | str) -> Tensor:
-    """One number per worker: 0 where its contribution was finite."""
-    return torch.zeros(link.size, device=device)
+# --- Tensors that live in the domain of a transform --------------------------------------------------------------------
 
 
-def _with_status_vector(
-    link: Link, codec: Codec, tensors: list[Tensor], round: int, want_sent: bool, bad: bool, any_shard: AnyShard
-) -> tuple[Payload, list[Tensor]]:
-    """A message that may be averaged, with one status number per worker behind the tensors.
+def share(link: Link, chain: Chain, slots: Sequence[Tensor], like: Sequence[Tensor], **options: Unpack[ShareOptions]) -> Share:
+    """Exchange what a chain keeps of slots, without a copy of the model: `average` for state in the domain of a transform.
 
-    A worker that finds its own message not finite sends zeros and raises its number: the mean then tells everybody who it
-    was, without a second round trip.
+    Nothing is applied: after `link.commit()` take what was sent off the slots, and go through the mean piece by piece.
+
+    Args:
+        link: the wire.
+        chain: what is sent of the slots.
+        slots: float32, of the shapes that `chain.slot_shapes(like)` tells.
+        like: tensors of the shapes that the slots stand for.
+        **options: see `ShareOptions`.
+
+    Raises:
+        NonFiniteRound: on every worker, when any contribution (or the sum) is not finite.
+        WireError: a message that is not what it should be.
     """
-    device = tensors[0].device if tensors else torch.device("cpu")
-    status = _status(link, device)
-    payload = codec.encode([*tensors, status], round=round)
-    if any_shard(bad or not payload.finite):
-        status[link.rank] = 1
-        payload = codec.encode([*(torch.zeros_like(t) for t in tensors), status], round=round)
-    # Decoded from a copy: the link reduces into the payload's own buffer.
-    sent = codec.decode(payload.like(payload.data.clone()), [*tensors, status], round=round)[:-1] if want_sent else []
-    return payload, sent
+    return post_share(link, chain, slots, like, **options).wait()
 
 
-def _with_status_byte(
-    codec: Codec, tensors: list[Tensor], round: int, want_sent: bool, bad: bool, any_shard: AnyShard
-) -> tuple[Payload, list[Tensor]]:
-    """A message that is gathered, with one status byte behind it."""
-    body = codec.encode(tensors, round=round)
-    sent = codec.decode(body, tensors, round=round)
-    status = torch.tensor([any_shard(bad or not all_finite(sent))], dtype=torch.uint8, device=body.data.device)
-    return body.like(torch.cat([body.data, status])), sent if want_sent else []
+class ShareOptions(Options, total=False):
+    """Keyword arguments of `share` and `post_share`: those of `average`, and an accumulation in the same pass over memory.
+
+    Attributes:
+        decay: with `scale`, slots <- decay * slots + scale * transform(like) comes first.
+        scale: see `decay`; by default the slots are encoded as they are.
+    """
+
+    decay: float
+    scale: float | None
+
+
+def post_share(
+    link: Link,
+    chain: Chain,
+    slots: Sequence[Tensor],
+    like: Sequence[Tensor],
+    *,
+    round: int = 0,
+    want_sent: bool = True,  # noqa: ARG001  (costs nothing here)
+    withdraw: bool = False,
+    any_shard: AnyShard = _alone,
+    mean: Mean | None = None,
+    weight: float | None = None,
+    decay: float = 1.0,
+    scale: float | None = None,
+) -> PendingShare:
+    """Start a `share`; compute while it is under way and call `wait()` on the result later."""
+    shapes = [torch.empty_like(t, device="meta") for t in like]
+    mail = Mail(link, chain, shapes, round, any_shard, mean or Mean(), weight)
+    encoded = chain.encode_slots(slots, like, round=round, decay=decay, scale=scale)
+    body = encoded.payload
+    if chain.linear:
+        data = body.data if weight is None else body.data * weight
+        body = body.like(torch.cat([data, data.new_zeros(mail.spare)]))
+    return PendingShare(mail, mail.post(body, withdraw or not encoded.finite), encoded)
+
+
+@dataclass
+class PendingShare:
+    """A share under way."""
+
+    mail: Mail
+    ticket: Ticket
+    encoded: Encoded
+
+    def wait(self) -> Share:
+        """The messages of all workers, checked from end to end."""
+        return Share(self.encoded, self.mail.read(self.ticket.wait(), self._receive))
+
+    def _receive(self, bodies: list[Payload], weights: list[float] | None) -> tuple[Received, bool]:
+        mail = self.mail
+        assert isinstance(mail.codec, Chain)
+        if mail.codec.linear and weights:
+            bodies, weights = [b.like(b.data / weights[0]) for b in bodies], None
+        received = mail.codec.receive(bodies, mail.like, round=mail.round, mean=mail.mean, weights=weights)
+        return received, received.safe
+
+
+@dataclass
+class Share:
+    """What a round of shared slots brought; nothing of it has been applied.
+
+    Attributes:
+        encoded: this worker's own message.
+        received: the messages of all.
+    """
+
+    encoded: Encoded
+    received: Received
+
+    def take_from(self, slots: Sequence[Tensor], *, scale: float = 1.0) -> None:
+        """Subtract from slots exactly what the others read in this worker's message, or a part of it."""
+        self.encoded.take_from(slots, scale=scale)
+
+    def each(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Go through tensors and the mean side by side: see `Received.each`."""
+        return self.received.each(tensors)
+
+    def tensors(self) -> list[Tensor]:
+        """The mean as tensors."""
+        return self.received.tensors()
 
 
 # --- The handshake -----------------------------------------------------------------------------------------------------

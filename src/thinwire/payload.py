@@ -65,20 +65,23 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     return not finite or bool(torch.stack(finite).all())
 
 
-def pack(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def pack(tensors: Sequence[Tensor], dtype: torch.dtype, spare: int = 0) -> Tensor:
     """Copy all tensors, cast to `dtype`, into one flat buffer: one allocation, one pass.
 
     Args:
         tensors: any shapes, 0-d and empty ones too, all on one device.
         dtype: of the buffer.
+        spare: zeros to add behind them.
 
     Returns:
-        1-D tensor with as many elements as all tensors together.
+        1-D tensor with as many elements as all tensors together, and the spare ones.
     """
     device = tensors[0].device if tensors else torch.device("cpu")
-    flat = torch.empty(sum(t.numel() for t in tensors), dtype=dtype, device=device)
-    for t, part in zip(tensors, split(flat, tensors), strict=True):
+    total = sum(t.numel() for t in tensors)
+    flat = torch.empty(total + spare, dtype=dtype, device=device)
+    for t, part in zip(tensors, split(flat[:total], tensors), strict=True):
         part.copy_(t.detach())
+    flat[total:] = 0
     return flat
 
 

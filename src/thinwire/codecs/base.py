@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from thinwire.payload import Payload
+from thinwire.codecs.aggregate import Mean
+from thinwire.payload import Payload, all_finite
 
 
 class Codec(ABC):
@@ -23,13 +27,19 @@ class Codec(ABC):
         """Whether messages may be averaged while encoded."""
 
     @abstractmethod
-    def encode(self, tensors: Sequence[Tensor], *, round: int = 0) -> Payload:
+    def encode(self, tensors: Sequence[Tensor], *, round: int = 0, spare: int = 0) -> Payload:
         """All tensors in one message.
 
         Args:
             tensors: any shapes, on one device; they are not changed.
             round: number of the round, for codecs whose choice of what to send changes with it.
+            spare: of a linear codec, leave room for so many more numbers behind the message.
         """
+
+    def encode_finite(self, tensors: Sequence[Tensor], *, round: int = 0) -> tuple[Payload, bool]:
+        """The message, and whether all that receivers will read in it is finite."""
+        payload = self.encode(tensors, round=round)
+        return payload, all_finite(self.decode(payload, tensors, round=round))
 
     @abstractmethod
     def decode(self, payload: Payload, like: Sequence[Tensor], *, round: int = 0) -> list[Tensor]:
@@ -41,6 +51,54 @@ class Codec(ABC):
             round: the number that was given to `encode`.
         """
 
+    def combine(
+        self,
+        payloads: Sequence[Payload],
+        like: Sequence[Tensor],
+        *,
+        round: int = 0,
+        mean: Mean | None = None,
+        weights: Sequence[float] | None = None,
+    ) -> list[Tensor]:
+        """The mean of the messages of all workers, in rank order.
+
+        Args:
+            payloads: one message per worker.
+            like: tensors of the shapes that were encoded.
+            round: the number that was given to `encode`.
+            mean: how they are combined; the mean over all workers by default.
+            weights: of the workers; equal by default.
+
+        Raises:
+            WireError: a message that says something impossible; nothing has been changed.
+        """
+        mean, shares = mean or Mean(), [1.0] * len(payloads) if weights is None else list(weights)
+        factors = [1.0] * len(payloads)
+        if mean.needs_norms:
+            factors = mean.factors([_norm(self.decode(p, like, round=round)) for p in payloads])
+        if mean.trimmed:
+            read = [self.decode(p, like, round=round) for p in payloads]
+            return [_trimmed(mean, tensors, factors) for tensors in zip(*read, strict=True)]
+        total: list[Tensor] = []
+        for payload, factor, share in zip(payloads, factors, shares, strict=True):
+            values = self.decode(payload, like, round=round)
+            if not total:
+                total = [v * (factor * share) for v in values]
+            else:
+                for t, v in zip(total, values, strict=True):
+                    t.add_(v, alpha=factor * share)
+        return [t.div_(sum(shares)) for t in total]
+
     @abstractmethod
     def nbytes(self, like: Sequence[Tensor]) -> int:
         """Length in bytes of the message that would hold tensors like these, found without encoding."""
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors))
+
+
+def _trimmed(mean: Mean, tensors: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
+    rows = [t.float().cpu().reshape(-1).numpy() * np.float32(f) for t, f in zip(tensors, factors, strict=True)]
+    middle = mean.columns(np.stack(rows), np.ones(len(rows), np.float32))
+    return torch.from_numpy(middle).view(tensors[0].shape).to(tensors[0].device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.base import Codec
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, WireError
 from thinwire.payload import Payload, pack, split
 
 WIRE_DTYPES = {
@@ -51,13 +51,15 @@ class Dense(Codec):
         assert isinstance(self.dtype, torch.dtype)
         return self.dtype
 
-    def encode(self, tensors: Sequence[Tensor], *, round: int = 0) -> Payload:  # noqa: ARG002
+    def encode(self, tensors: Sequence[Tensor], *, round: int = 0, spare: int = 0) -> Payload:  # noqa: ARG002
         """Cast and lay out one after the other; as bytes where they will be gathered."""
-        flat = pack(tensors, self.wire_dtype)
+        flat = pack(tensors, self.wire_dtype, spare)
         return Payload(flat.view(torch.uint8) if self.gather else flat)
 
     def decode(self, payload: Payload, like: Sequence[Tensor], *, round: int = 0) -> list[Tensor]:  # noqa: ARG002
         """Views into the payload, or copies in float32 where the wire is narrower."""
+        if payload.nbytes != self.nbytes(like):
+            raise WireError(f"a message of {payload.nbytes} bytes, where these shapes and {self!r} make {self.nbytes(like)}")
         flat = payload.data.view(self.wire_dtype)
         if flat.element_size() < 4:
             flat = flat.float()

@@ -1,0 +1,87 @@
+"""Whole numbers of any width in bits, packed and unpacked in bulk. The lowest level of the wire format.
+
+N numbers of `width` = 8 q + r bits are written as two parts:
+
+1. the q low bytes of each number, least significant first, N q bytes in all;
+2. the r bits above them, eight numbers in r bytes: number i of the eight takes bits i r to i r + r - 1, bit 0 being the least
+   significant bit of the first byte. Eight numbers that are not all there are filled up with zeros.
+
+Both parts are byte-aligned for every eighth number, so any range can be read without the rest.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+
+
+def packed_nbytes(count: int, width: int) -> int:
+    """Length of `count` packed numbers."""
+    return count * (width // 8) + (-(-count // 8)) * (width % 8)
+
+
+def pack(numbers: NDArray[np.integer], width: int) -> Bytes:
+    """Pack whole numbers below 2**width.
+
+    Args:
+        numbers: [N], not negative; any integer dtype that holds them.
+        width: bits of each, up to 63.
+
+    Returns:
+        uint8 [packed_nbytes(N, width)].
+    """
+    count, (q, r) = len(numbers), divmod(width, 8)
+    out = np.empty(packed_nbytes(count, width), np.uint8)
+    if q:
+        little = np.ascontiguousarray(numbers).view(np.uint8).reshape(count, numbers.itemsize)
+        out[: count * q].reshape(count, q)[:] = little[:, :q]
+    if r:
+        rest = numbers >> (8 * q)
+        eights = np.zeros((-(-count // 8), 8), np.uint64)
+        eights.reshape(-1)[:count] = rest
+        word = eights[:, 0].copy()
+        for i in range(1, 8):
+            word |= eights[:, i] << np.uint64(i * r)
+        out[count * q :].reshape(-1, r)[:] = word.view(np.uint8).reshape(-1, 8)[:, :r]
+    return out
+
+
+def unpack(packed: Bytes, count: int, width: int, start: int = 0, stop: int | None = None) -> NDArray[np.int64]:
+    """Numbers `start` to `stop` of `count` that were packed.
+
+    Args:
+        packed: uint8 [packed_nbytes(count, width)].
+        count: how many numbers there are in all.
+        width: bits of each.
+        start: the first to read.
+        stop: the first not to read; all by default.
+
+    Returns:
+        int64 [stop - start].
+    """
+    stop = count if stop is None else stop
+    q, r = divmod(width, 8)
+    out = np.zeros(stop - start, np.int64)
+    if q:
+        out.view(np.uint8).reshape(-1, 8)[:, :q] = packed[start * q : stop * q].reshape(-1, q)
+    if r:
+        first, last = start // 8, -(-stop // 8)
+        word = np.zeros(last - first, np.uint64)
+        word.view(np.uint8).reshape(-1, 8)[:, :r] = packed[count * q :].reshape(-1, r)[first:last]
+        mask = np.uint64((1 << r) - 1)
+        eights = np.empty((last - first, 8), np.int64)
+        for i in range(8):
+            eights[:, i] = (word >> np.uint64(i * r)) & mask
+        out |= eights.reshape(-1)[start - 8 * first : stop - 8 * first] << (8 * q)
+    return out
+
+
+def padding_is_zero(packed: Bytes, count: int, width: int) -> bool:
+    """Whether the bits that fill up the last eight numbers are zero, as they must be."""
+    r = width % 8
+    if not r or not count % 8:
+        return True
+    tail = int.from_bytes(packed[-r:].tobytes(), "little")
+    return tail >> (r * (count % 8)) == 0

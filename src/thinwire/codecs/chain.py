@@ -1,0 +1,434 @@
+"""Chain: transform >> selection >> values, the codec of the sparse methods.
+
+    DCT(64) >> TopK(32) >> Sign()        DeMo with one bit per value
+    TopK(64) >> TwoBit()                 SparseLoCo
+    RandomK(0.05) >> Float("bf16")       FlexDeMo's random scheme: no indices, averaged on the wire
+    Fp4()                                Streaming DiLoCo's wire
+
+A chain encodes tensors as they are, or slots: tensors that live in the domain of the transform. There, taking off what was
+sent needs no inverse transform: `accumulate` adds new tensors to the slots, `encode_slots` makes the message, and
+`Encoded.take_from` subtracts from the slots exactly what the receivers will read.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from thinwire.codecs.aggregate import Mean
+from thinwire.codecs.base import Codec
+from thinwire.codecs.bits import Bytes
+from thinwire.codecs.indices import IndexCode, index_code
+from thinwire.codecs.layout import Batch, Group, Layout, Piece, Shape, matrix_of, padded
+from thinwire.codecs.received import Received
+from thinwire.codecs.selection import All, Selection, largest
+from thinwire.codecs.transforms import Identity, Transform
+from thinwire.codecs.values import DENSE_GROUP, Float, Floats, Values
+from thinwire.errors import ConfigError
+from thinwire.payload import Payload
+
+
+@dataclass(frozen=True)
+class Section:
+    """A group's part of a message: the indices of all its blocks, then all values.
+
+    Attributes:
+        group: the blocks.
+        k: entries kept of each.
+        code: how indices are written; None where none are sent.
+        start: where the section begins.
+        middle: where its values begin.
+        stop: where it ends.
+    """
+
+    group: Group
+    k: int
+    code: IndexCode | None
+    start: int
+    middle: int
+    stop: int
+
+    @property
+    def count(self) -> int:
+        """Kept values in all."""
+        return self.group.blocks * self.k
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where everything is in a message of given shapes: one section per group, then the tensors that are sent whole."""
+
+    layout: Layout
+    sections: tuple[Section, ...]
+    nbytes: int
+
+    @property
+    def dense_start(self) -> int:
+        """Where the tensors that are sent whole begin."""
+        return self.sections[-1].stop if self.sections else 0
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What was kept of a group: places within each block [n, k], and the values that receivers read [n, k]."""
+
+    indices: NDArray[np.int32] | None
+    values: Floats
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A message, and what receivers will read in it.
+
+    Attributes:
+        payload: the message.
+        finite: whether all that it says is finite.
+    """
+
+    payload: Payload
+    finite: bool
+    _chain: Chain
+    _plan: Plan
+    _kept: list[Kept]
+    _dense: Tensor
+    _round: int
+
+    def take_from(self, slots: Sequence[Tensor], *, scale: float = 1.0) -> None:
+        """Subtract from slots what receivers read: error feedback, of selection and rounding alike.
+
+        Args:
+            slots: those that were encoded.
+            scale: take off only this part of it (DeMo's alpha).
+        """
+        for section, kept in zip(self._plan.sections, self._kept, strict=True):
+            for batch in section.group.batches:
+                place = batch.places(self._chain._indices(section, kept.indices, batch, self._round))
+                values = kept.values[batch.start : batch.stop] * np.float32(-scale)
+                for piece, rows, base in _rows(batch):
+                    part = piece.of_slot(slots[piece.grid.index])
+                    at = torch.from_numpy(place[rows].reshape(-1) - base).to(part.device)
+                    minus = torch.from_numpy(values[rows].reshape(-1)).to(part.device)
+                    if part.is_contiguous():
+                        part.view(-1).index_add_(0, at, minus)  # no place twice, so there is no order to it
+                    else:
+                        part[at // part.shape[1], at % part.shape[1]] += minus
+        at = 0
+        for i in self._plan.layout.dense:
+            n = slots[i].numel()
+            slots[i].sub_(self._dense[at : at + n].view(slots[i].shape).to(slots[i].device), alpha=scale)
+            at += n
+
+
+def _rows(batch: Batch) -> Iterator[tuple[Piece, slice, int]]:
+    """Each piece of a batch, which of the batch's blocks are its own, and where its first entry is."""
+    at = 0
+    for piece, base in zip(batch.pieces, batch.starts, strict=False):
+        yield piece, slice(at, at + piece.blocks), base
+        at += piece.blocks
+
+
+@dataclass(frozen=True, repr=False)
+class Chain(Codec):
+    """At most one transform, one selection and one value format, in this order; `a >> b >> c` reads as it works.
+
+    A tensor of which the kept entries with their indices would take more bytes than all entries in the same value format is
+    sent whole, without a transform.
+
+    Args:
+        transform: `DCT`, `Hadamard`, `RandomOrthogonal` or `Identity`.
+        selection: `TopK`, `RandomK`, `Striding` or `All`.
+        values: `Float`, `Int8`, `Fp4`, `TwoBit` or `Sign`.
+    """
+
+    transform: Transform = Identity()  # noqa: RUF009  (frozen)
+    selection: Selection = All()  # noqa: RUF009
+    values: Values = Float()  # noqa: RUF009
+
+    @staticmethod
+    def of(stage: Codec) -> Chain:
+        """The chain of one stage, or a chain itself."""
+        if isinstance(stage, Chain):
+            return stage
+        for kind, name in _KINDS.items():
+            if isinstance(stage, kind):
+                only: dict[str, Any] = {name: stage}
+                return Chain(**only)
+        raise ConfigError(f"a chain is made of {_ORDER}, got {stage!r}")
+
+    def __rshift__(self, after: Codec) -> Chain:
+        names = list(_KINDS.values())
+        stages, mine = Chain.of(after)._stages(), self._stages()
+        if mine and stages and names.index(next(iter(stages))) <= names.index(list(mine)[-1]):
+            raise ConfigError(f"{self!r} >> {after!r} is not a chain: {_ORDER}, each at most once and in this order")
+        return replace(self, **stages)
+
+    def _stages(self) -> dict[str, Any]:
+        """The stages that do something."""
+        return {name: stage for name in _KINDS.values() if (stage := getattr(self, name)) != getattr(_NOTHING(), name)}
+
+    def __repr__(self) -> str:
+        return " >> ".join(map(repr, self._stages().values())) or repr(self.values)
+
+    # --- Sizes ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def linear(self) -> bool:
+        """Whether messages may be averaged on the wire: all workers send the same entries, as plain floats."""
+        return not self.selection.indexed and isinstance(self.values, Float)
+
+    def plan(self, like: Sequence[Tensor]) -> Plan:
+        """Where everything is in a message of such tensors."""
+        return _plan(self, tuple(tuple(t.shape) for t in like))
+
+    def nbytes(self, like: Sequence[Tensor]) -> int:
+        """Known from the shapes alone: every code has a length that does not depend on what it says."""
+        return self.plan(like).nbytes
+
+    def slot_shapes(self, like: Sequence[Tensor]) -> list[Shape]:
+        """Shape of each tensor in the domain of the transform."""
+        if self.transform.changes:
+            raise ConfigError(f"no state can live in the domain of {self.transform!r}: it is another one in each round")
+        return self.plan(like).layout.slot_shapes()
+
+    # --- Into the domain of the transform --------------------------------------------------------------------------------
+
+    def accumulate(self, slots: Sequence[Tensor], tensors: Sequence[Tensor], *, decay: float, scale: float = 1.0) -> None:
+        """Slots <- decay * slots + scale * transform(tensors), in one pass without a copy of the model.
+
+        Args:
+            slots: float32, of the shapes that `slot_shapes` tells.
+            tensors: of any floating dtype.
+            decay: 0 to overwrite whatever the slots held.
+            scale: multiplies the tensors.
+        """
+        layout = self.plan(tensors).layout
+        for group in layout.groups:
+            work = _Workspace(group, tensors[group.grids[0].index].device)
+            for batch in group.batches:
+                for piece in batch.pieces:
+                    matrix = matrix_of(tensors[piece.grid.index], piece.grid)
+                    self._forward(piece, matrix, piece.of_slot(slots[piece.grid.index]), decay, scale, 0, work)
+        for i in layout.dense:
+            _blend(slots[i], tensors[i].detach().to(slots[i].dtype), decay, scale)
+
+    def _forward(
+        self, piece: Piece, matrix: Tensor, out: Tensor, decay: float, scale: float, round: int, work: _Workspace
+    ) -> None:
+        """Out <- decay * out + scale * P_h X P_w^T for the blocks X of a piece."""
+        h, w, device = piece.grid.h, piece.grid.w, matrix.device
+        P_h, P_w = self.transform.matrix(h, round, device), self.transform.matrix(w, round, device)
+        x = padded(piece, matrix, work.copy)
+        if P_h is not None:
+            strips = (piece.y, h, piece.x * w)
+            x = torch.bmm(P_h.expand(piece.y, h, h), x.view(strips), out=work.first[: x.numel()].view(strips))
+        if P_w is None:
+            _blend(out, x.view(out.shape), decay, scale)
+        elif out.is_contiguous():
+            out.view(-1, w).addmm_(x.view(-1, w), P_w.T, beta=decay, alpha=scale)
+        else:
+            _blend(out, torch.mm(x.view(-1, w), P_w.T).view(out.shape), decay, scale)
+
+    # --- Encoding --------------------------------------------------------------------------------------------------------
+
+    def encode(self, tensors: Sequence[Tensor], *, round: int = 0, spare: int = 0) -> Payload:
+        """All tensors in one message."""
+        payload = self.encode_tensors(tensors, round=round).payload
+        return payload.like(torch.cat([payload.data, payload.data.new_zeros(spare)])) if spare else payload
+
+    def encode_finite(self, tensors: Sequence[Tensor], *, round: int = 0) -> tuple[Payload, bool]:
+        """As `encode`, with whether all that receivers will read is finite."""
+        encoded = self.encode_tensors(tensors, round=round)
+        return encoded.payload, encoded.finite
+
+    def encode_tensors(self, tensors: Sequence[Tensor], *, round: int = 0) -> Encoded:
+        """As `encode`, with what receivers will read."""
+
+        def coefficients(batch: Batch, work: _Workspace) -> list[Tensor]:
+            out = []
+            for piece, start in zip(batch.pieces, batch.starts, strict=False):
+                part = work.second[start : start + math.prod(piece.shape)].view(piece.shape)
+                self._forward(piece, matrix_of(tensors[piece.grid.index], piece.grid), part, 0.0, 1.0, round, work)
+                out.append(part)
+            return out
+
+        return self._encode(tensors, self.plan(tensors), coefficients, round)
+
+    def encode_slots(
+        self,
+        slots: Sequence[Tensor],
+        like: Sequence[Tensor],
+        *,
+        round: int = 0,
+        decay: float = 1.0,
+        scale: float | None = None,
+    ) -> Encoded:
+        """The message of tensors that live in the domain of the transform.
+
+        Args:
+            slots: see `accumulate`.
+            like: tensors of the shapes they stand for.
+            round: number of the round.
+            decay: see `accumulate`.
+            scale: where it is given, `accumulate(slots, like, decay=decay, scale=scale)` comes first, in the same pass;
+                else the slots are not changed.
+        """
+        plan = self.plan(like)
+
+        def coefficients(batch: Batch, work: _Workspace) -> list[Tensor]:
+            parts = [piece.of_slot(slots[piece.grid.index]) for piece in batch.pieces]
+            if scale is not None:
+                for piece, part in zip(batch.pieces, parts, strict=True):
+                    self._forward(piece, matrix_of(like[piece.grid.index], piece.grid), part, decay, scale, 0, work)
+            return parts
+
+        if scale is not None:
+            for i in plan.layout.dense:
+                _blend(slots[i], like[i].detach().to(slots[i].dtype), decay, scale)
+        return self._encode(slots, plan, coefficients, round)
+
+    def _encode(
+        self, tensors: Sequence[Tensor], plan: Plan, coefficients: Callable[[Batch, _Workspace], list[Tensor]], round: int
+    ) -> Encoded:
+        parts: list[Bytes] = []
+        kept: list[Kept] = []
+        for section in plan.sections:
+            device = tensors[section.group.grids[0].index].device
+            indices, values = self._keep(section, coefficients, _Workspace(section.group, device), round)
+            if section.code is not None and indices is not None:
+                parts.append(section.code.encode(indices))
+            raw, read = self.values.write(values.reshape(-1), section.k)
+            parts.append(raw)
+            kept.append(Kept(indices, read.reshape(values.shape)))
+        dense = [tensors[i].detach().reshape(-1).float().cpu() for i in plan.layout.dense]
+        raw, read = self.values.write(torch.cat(dense).numpy() if dense else np.empty(0, np.float32), DENSE_GROUP)
+        parts.append(raw)
+        finite = all(bool(np.isfinite([r.min(), r.max()]).all()) for r in [read, *(k.values for k in kept)] if r.size)
+        body = torch.from_numpy(np.concatenate(parts)).to(tensors[0].device if tensors else "cpu")
+        if self.linear:
+            assert isinstance(self.values, Float)
+            body = body.view(self.values.wire_dtype)
+        return Encoded(Payload(body), finite, self, plan, kept, torch.from_numpy(read), round)
+
+    def _keep(
+        self, section: Section, coefficients: Callable[[Batch, _Workspace], list[Tensor]], work: _Workspace, round: int
+    ) -> tuple[NDArray[np.int32] | None, Floats]:
+        """Which entries of each block of a group, and their values."""
+        group, k = section.group, section.k
+        indices = np.empty((group.blocks, k), np.int32) if self.selection.indexed else None
+        values = np.empty((group.blocks, k), np.float32)
+        for batch in group.batches:
+            parts = coefficients(batch, work)
+            if indices is not None:
+                indices[batch.start : batch.stop] = largest(_magnitudes(batch, parts, work), k).cpu().numpy()
+            place = batch.places(self._indices(section, indices, batch, round))
+            for part, (_, rows, base) in zip(parts, _rows(batch), strict=True):
+                at = torch.from_numpy(place[rows] - base).to(part.device)
+                values[batch.start :][rows] = torch.take(part, at).cpu().numpy()
+        return indices, values
+
+    def _indices(self, section: Section, indices: NDArray[np.integer] | None, batch: Batch, round: int) -> NDArray[np.integer]:
+        """Which entries of a batch: as found, or as the round and the seed say."""
+        if indices is not None:
+            return indices[batch.start : batch.stop]
+        return self.selection.positions(section.group.L, round, batch.start, batch.stop)
+
+    # --- Decoding --------------------------------------------------------------------------------------------------------
+
+    def decode(self, payload: Payload, like: Sequence[Tensor], *, round: int = 0) -> list[Tensor]:
+        """The tensors that a message says."""
+        return self.combine([payload], like, round=round)
+
+    def combine(
+        self,
+        payloads: Sequence[Payload],
+        like: Sequence[Tensor],
+        *,
+        round: int = 0,
+        mean: Mean | None = None,
+        weights: Sequence[float] | None = None,
+    ) -> list[Tensor]:
+        """The mean of several messages: combined in the domain of the transform, with one inverse for all."""
+        return self.receive(payloads, like, round=round, mean=mean, weights=weights).tensors()
+
+    def receive(
+        self,
+        payloads: Sequence[Payload],
+        like: Sequence[Tensor],
+        *,
+        round: int = 0,
+        mean: Mean | None = None,
+        weights: Sequence[float] | None = None,
+    ) -> Received:
+        """Check messages from end to end, to be decoded piece by piece later.
+
+        Raises:
+            WireError: before anything is decoded into tensors.
+        """
+        device = payloads[0].data.device
+        return Received(self, self.plan(like), payloads, device, round, mean or Mean(), weights)
+
+
+_KINDS = {Transform: "transform", Selection: "selection", Values: "values"}
+_ORDER = "a transform >> a selection >> a value format"
+
+
+@functools.cache
+def _NOTHING() -> Chain:
+    return Chain()
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(chain: Chain, shapes: tuple[Shape, ...]) -> Plan:
+    selection, values = chain.selection, chain.values
+
+    def whole(numel: int, blocks: int, L: int) -> bool:
+        if isinstance(selection, All):  # nothing is left out: a transform must not cost bytes for the padding of its blocks
+            return isinstance(chain.transform, Identity) or blocks * L > numel
+        k = selection.count(L)
+        indices = index_code(L, k).nbytes(blocks) if selection.indexed else 0
+        return indices + values.nbytes_of(blocks * k, k) >= values.nbytes_of(numel, DENSE_GROUP)
+
+    layout = Layout.of(shapes, chain.transform, whole)
+    sections = []
+    at = 0
+    for group in layout.groups:
+        k = selection.count(group.L)
+        code = index_code(group.L, k) if selection.indexed else None
+        middle = at + (code.nbytes(group.blocks) if code else 0)
+        stop = middle + values.nbytes_of(group.blocks * k, k)
+        sections.append(Section(group, k, code, at, middle, stop))
+        at = stop
+    return Plan(layout, tuple(sections), at + values.nbytes_of(layout.dense_numel, DENSE_GROUP))
+
+
+class _Workspace:
+    """Memory for one batch of a group, allocated once a message."""
+
+    def __init__(self, group: Group, device: torch.device):
+        n = max(b.starts[-1] for b in group.batches)
+        self.copy, self.first, self.second, self.sizes = (torch.empty(n, device=device) for _ in range(4))
+
+
+def _magnitudes(batch: Batch, parts: Sequence[Tensor], work: _Workspace) -> Tensor:
+    """|x| of all entries, block by block: [blocks, L]."""
+    h, w = batch.pieces[0].grid.h, batch.pieces[0].grid.w
+    for piece, part, start in zip(batch.pieces, parts, batch.starts, strict=False):
+        out = work.sizes[start : start + part.numel()].view(piece.y, piece.x, h, w)
+        torch.abs(part.unflatten(0, (piece.y, h)).unflatten(2, (piece.x, w)).permute(0, 2, 1, 3), out=out)
+    return work.sizes[: batch.starts[-1]].view(batch.blocks, h * w)
+
+
+def _blend(out: Tensor, x: Tensor, decay: float, scale: float) -> None:
+    """Out <- decay * out + scale * x; what `out` held does not matter where decay is 0."""
+    if decay:
+        out.mul_(decay).add_(x, alpha=scale)
+    else:
+        torch.mul(x, scale, out=out)

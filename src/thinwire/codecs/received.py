@@ -1,0 +1,229 @@
+"""Received: the messages of a round, checked from end to end, then combined and decoded piece by piece.
+
+The entries of all workers are merged in the domain of the transform, in rank order, so one inverse transform serves all of
+them, and its first half is sparse: a row of coefficients is a sum of as many basis vectors as it has entries, most often none
+or one or two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from thinwire.codecs.aggregate import Mean
+from thinwire.codecs.bits import Bytes
+from thinwire.codecs.layout import Batch, Piece, matrix_of
+from thinwire.codecs.values import DENSE_GROUP, Floats
+from thinwire.errors import WireError
+from thinwire.payload import Payload
+
+if TYPE_CHECKING:
+    from thinwire.codecs.chain import Chain, Plan, Section
+
+_KEEP = 1 << 25  # bytes of decoded indices to keep between checking and decoding; beyond it they are decoded twice
+_AT_ONCE = 1 << 12  # blocks whose indices are decoded in one go
+_DENSE_ROW = 8  # entries per row from which on a dense product is faster than a sparse one
+
+
+class Received:
+    """The messages of all workers in one round, known to be sound.
+
+    Args:
+        chain: the codec.
+        plan: where everything is in a message.
+        payloads: one per worker, in rank order.
+        device: where the tensors shall be.
+        round: number of the round.
+        mean: how they are combined.
+        weights: of the workers; equal by default.
+
+    Raises:
+        WireError: a message that is not sound; its `rank` says whose.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        plan: Plan,
+        payloads: Sequence[Payload],
+        device: torch.device,
+        round: int,
+        mean: Mean,
+        weights: Sequence[float] | None,
+    ):
+        """Check everything."""
+        self.chain, self.plan, self.device, self.round, self.mean = chain, plan, device, round, mean
+        self._bodies = [p.data.detach().view(torch.uint8).cpu().numpy() for p in payloads]
+        self._weights = np.ones(len(payloads), np.float32) if weights is None else np.asarray(weights, np.float32)
+        kept = sum(s.count for s in plan.sections if s.code) * 2 * len(payloads)
+        self._kept: list[list[NDArray[np.integer]]] | None = [] if kept <= _KEEP else None
+        self._largest = 0.0
+        squares = [self._check(rank) for rank in range(len(payloads))]
+        self._factors = np.ones(len(payloads), np.float32)
+        if mean.needs_norms:
+            self._factors = np.asarray(mean.factors([math.sqrt(s) for s in squares]), np.float32)
+
+    @property
+    def safe(self) -> bool:
+        """Whether no sum of these messages can leave the range of float32, whatever the transform does."""
+        longest = max((s.group.L for s in self.plan.sections), default=1)
+        heaviest = max(1.0, float(self._weights.max()) * float(self._factors.max()))
+        return self._largest * math.sqrt(longest) * len(self._bodies) * heaviest < float(np.finfo(np.float32).max)
+
+    def _check(self, rank: int) -> float:
+        """Read all of a message once; returns the square of its norm."""
+        body, plan, total = self._bodies[rank], self.plan, 0.0
+        if len(body) != plan.nbytes:
+            raise WireError(
+                f"a message of {len(body)} bytes, where these shapes and {self.chain!r} make {plan.nbytes}", rank=rank
+            )
+        kept: list[NDArray[np.integer]] = []
+        try:
+            for section in plan.sections:
+                blocks, narrow = section.group.blocks, np.uint16 if section.group.L <= 1 << 16 else np.uint32
+                if section.code is not None:
+                    code = body[section.start : section.middle]
+                    found = np.empty((blocks, section.k), narrow) if self._kept is not None else None
+                    for at in range(0, blocks, _AT_ONCE):
+                        some = section.code.decode(code, blocks, at, min(at + _AT_ONCE, blocks))
+                        if found is not None:
+                            found[at : at + _AT_ONCE] = some
+                    kept.append(np.empty((0, 0), narrow) if found is None else found)
+                total += self._check_values(body[section.middle : section.stop], section.count, section.k)
+            total += self._check_values(body[plan.dense_start :], plan.layout.dense_numel, DENSE_GROUP)
+        except WireError as error:
+            raise WireError(str(error), rank=rank) from None
+        if self._kept is not None:
+            self._kept.append(kept)
+        return total
+
+    def _check_values(self, raw: Bytes, count: int, k: int) -> float:
+        square, step = 0.0, k * max(1, (1 << 20) // k)
+        for at in range(0, count, step):
+            values = self.chain.values.read(raw, count, k, at, min(at + step, count))
+            self._largest = max(self._largest, float(values.max()), -float(values.min()))
+            if self.mean.needs_norms:
+                square += float(np.square(values, dtype=np.float64).sum())
+        return square
+
+    # --- Decoding --------------------------------------------------------------------------------------------------------
+
+    def pieces(self) -> Iterator[tuple[Piece, Tensor]]:
+        """The mean, piece by piece: the values [y h, x w] with padding, in memory that is used again for the next."""
+        for number, section in enumerate(self.plan.sections):
+            group = section.group
+            entries = max(b.starts[-1] for b in group.batches)
+            rows, out = torch.zeros(entries, device=self.device), torch.empty(entries, device=self.device)
+            for batch in group.batches:
+                place, mean = self._merge(number, section, batch)
+                coefficients = self._first_half(batch, place, mean, rows)
+                yield from self._second_half(batch, coefficients, out)
+
+    def dense(self) -> Iterator[tuple[int, Tensor]]:
+        """The tensors that were sent whole: place in the list and mean, flat."""
+        plan, values = self.plan, self.chain.values
+        count, at = plan.layout.dense_numel, 0
+        for i in plan.layout.dense:
+            n = math.prod(plan.layout.shapes[i])
+            flat = torch.empty(n)
+            step = max(DENSE_GROUP, (1 << 20) // len(self._bodies))
+            for start in range(0, n, step):
+                stop = min(start + step, n)
+                rows = [values.read(b[plan.dense_start :], count, DENSE_GROUP, at + start, at + stop) for b in self._bodies]
+                flat[start:stop] = torch.from_numpy(self.mean.columns(np.stack(rows) * self._factors[:, None], self._weights))
+            yield i, flat.to(self.device)
+            at += n
+
+    def tensors(self) -> list[Tensor]:
+        """The mean as tensors, float32."""
+        shapes = self.plan.layout.shapes
+        out = [torch.zeros(shape, device=self.device) for shape in shapes]
+        for piece, values in self.pieces():
+            part = piece.of_matrix(matrix_of(out[piece.grid.index], piece.grid))
+            part.copy_(values[: part.shape[0], : part.shape[1]])
+        for i, values in self.dense():
+            out[i].copy_(values.view(shapes[i]))
+        return out
+
+    def each(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Go through tensors and the mean side by side, a piece at a time, without a second copy of the model.
+
+        Args:
+            tensors: of the shapes that were encoded; write to the pieces to change them.
+
+        Yields:
+            The tensor's place in the list, a piece of it, and the mean of that piece, of the same shape. The mean may be
+            overwritten.
+        """
+        for piece, values in self.pieces():
+            tensor = tensors[piece.grid.index].detach()
+            matrix = matrix_of(tensor, piece.grid)
+            part = piece.of_matrix(matrix)
+            yield piece.grid.index, part, values[: part.shape[0], : part.shape[1]]
+            if matrix.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+                tensor.copy_(matrix.view(tensor.shape))  # its memory cannot be seen as a matrix: a copy was changed
+        for i, values in self.dense():
+            yield i, tensors[i].detach(), values.view(tensors[i].shape)
+
+    def _merge(self, number: int, section: Section, batch: Batch) -> tuple[NDArray[np.int64], Floats]:
+        """Places in the batch and means, of all entries that anybody sent."""
+        k, ranks = section.k, range(len(self._bodies))
+        values = np.stack([
+            self.chain.values.read(
+                b[section.middle : section.stop], section.count, k, batch.start * k, batch.stop * k
+            )
+            for b in self._bodies
+        ])  # fmt: skip
+        if self.mean.needs_norms:
+            values *= self._factors[:, None]
+        if section.code is None:
+            place = batch.places(self.chain.selection.positions(section.group.L, self.round, batch.start, batch.stop))
+            return place.reshape(-1), self.mean.columns(values, self._weights)
+        places = np.stack([batch.places(self._indices(rank, number, section, batch)).reshape(-1) for rank in ranks])
+        return self.mean.entries(places, values, self._weights)
+
+    def _indices(self, rank: int, number: int, section: Section, batch: Batch) -> NDArray[np.integer]:
+        if self._kept is not None:
+            return self._kept[rank][number][batch.start : batch.stop].astype(np.int64)
+        assert section.code is not None
+        code = self._bodies[rank][section.start : section.middle]
+        return section.code.decode(code, section.group.blocks, batch.start, batch.stop)
+
+    def _first_half(self, batch: Batch, place: NDArray[np.int64], mean: Floats, rows: Tensor) -> Tensor:
+        """Q P_w for all blocks of a batch, in the order of the pieces: flat."""
+        w, total = batch.pieces[0].grid.w, batch.starts[-1]
+        P_w = self.chain.transform.matrix(w, self.round, self.device)
+        values = torch.from_numpy(mean).to(self.device)
+        if P_w is not None and len(place) <= _DENSE_ROW * (total // w):
+            if self.chain.selection.indexed is False:
+                order = np.argsort(place, kind="stable")
+                place, values = place[order], values[torch.from_numpy(order)]
+            row = place // w if w & (w - 1) else place >> (w.bit_length() - 1)
+            ends = np.bincount(row, minlength=total // w).cumsum()
+            offsets = torch.from_numpy(np.concatenate([[0], ends[:-1]])).to(self.device)
+            col = torch.from_numpy(place - row * w).to(self.device)
+            return embedding_bag(col, P_w, offsets, mode="sum", per_sample_weights=values).view(-1)
+        flat = rows[:total]
+        at = torch.from_numpy(place).to(self.device)
+        flat.index_copy_(0, at, values)
+        out = flat.clone() if P_w is None else torch.mm(flat.view(-1, w), P_w).view(-1)
+        flat.index_fill_(0, at, 0.0)
+        return out
+
+    def _second_half(self, batch: Batch, coefficients: Tensor, out: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+        """P_h^T of it."""
+        h = batch.pieces[0].grid.h
+        P_h = self.chain.transform.matrix(h, self.round, self.device)
+        for piece, start, stop in zip(batch.pieces, batch.starts, batch.starts[1:], strict=False):
+            part = coefficients[start:stop]
+            if P_h is not None:
+                strips = (piece.y, h, piece.shape[1])
+                part = torch.bmm(P_h.T.expand(piece.y, h, h), part.view(strips), out=out[start:stop].view(strips))
+            yield piece, part.view(piece.shape)

@@ -1,0 +1,139 @@
+"""Transforms of blocks: orthonormal, so that they keep norms (Parseval) and their inverse is the transposed matrix.
+
+A block X of h x w entries becomes P_h X P_w^T, with one matrix per block length. A transform spreads each entry over the
+whole block, or gathers what is smooth in few coefficients; either way a few large coefficients then say more than a few large
+entries.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from thinwire.codecs.shared_seed import numbers
+from thinwire.codecs.stage import Stage
+from thinwire.errors import ConfigError, check_whole_number
+
+_SIGNS = 1  # purpose of the shared random numbers
+
+
+@dataclass(frozen=True, repr=False)
+class Transform(Stage):
+    """Base of the transforms.
+
+    Args:
+        block: entries along each side of a block; a shorter dimension makes a shorter block, a longer one is cut into blocks
+            and padded with zeros to a whole number of them.
+    """
+
+    block: int = 64
+
+    def __post_init__(self) -> None:
+        """Check the block."""
+        check_whole_number("the block of a transform", self.block)
+
+    @property
+    def changes(self) -> bool:
+        """Whether the matrix is another one in each round, so that no state can live in its domain."""
+        return False
+
+    def length(self, n: int) -> int:
+        """Length of the blocks along a dimension of n entries."""
+        return max(1, min(n, self.block))
+
+    @abstractmethod
+    def basis(self, length: int, round: int) -> NDArray[np.float64] | None:
+        """The matrix P [length, length], one basis vector per row; None for the identity."""
+
+    def matrix(self, length: int, round: int, device: torch.device) -> Tensor | None:
+        """P in float32 on a device; None where there is nothing to do."""
+        return _matrix(self, length, round if self.changes else 0, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _matrix(transform: Transform, length: int, round: int, device: torch.device) -> Tensor | None:
+    basis = transform.basis(length, round) if length > 1 else None
+    return None if basis is None else torch.from_numpy(basis).to(device=device, dtype=torch.float32)
+
+
+@dataclass(frozen=True, repr=False)
+class Identity(Transform):
+    """No transform, only blocks: the largest entries themselves are kept (SparseLoCo)."""
+
+    def basis(self, length: int, round: int) -> None:  # noqa: ARG002
+        """Nothing to do."""
+        return
+
+
+@dataclass(frozen=True, repr=False)
+class DCT(Transform):
+    """Orthonormal DCT-II, the transform of DeMo: P[i, j] = sqrt(2 / n) cos(pi (2 j + 1) i / (2 n)), row 0 over sqrt(2)."""
+
+    def basis(self, length: int, round: int) -> NDArray[np.float64]:  # noqa: ARG002
+        """The cosines."""
+        i, j = np.arange(length)[:, None], np.arange(length)[None, :]
+        P = np.sqrt(2 / length) * np.cos(math.pi * (2 * j + 1) * i / (2 * length))
+        P[0] /= math.sqrt(2)
+        return P
+
+
+@dataclass(frozen=True, repr=False)
+class Hadamard(Transform):
+    """Walsh-Hadamard: entries +-1 / sqrt(n), P[i, j] negative where i & j has an odd number of bits. n is a power of two."""
+
+    def __post_init__(self) -> None:
+        """Check the block."""
+        super().__post_init__()
+        if self.block & (self.block - 1):
+            raise ConfigError(f"the block of {type(self).__name__} must be a power of two, got {self.block}")
+
+    def length(self, n: int) -> int:
+        """The next power of two, up to the block."""
+        return min(1 << max(0, n - 1).bit_length(), self.block)
+
+    def basis(self, length: int, round: int) -> NDArray[np.float64]:  # noqa: ARG002
+        """Products of [[1, 1], [1, -1]]."""
+        return _walsh(length) / math.sqrt(length)
+
+
+@dataclass(frozen=True, repr=False)
+class RandomOrthogonal(Hadamard):
+    """Another orthogonal matrix in each round, the same on all workers: H D1 H D2 H D3, D with random signs on the diagonal.
+
+    Close to a uniformly random rotation, and exact: up to its scale the matrix holds whole numbers, so every machine computes
+    the same bits, which a QR decomposition does not promise.
+
+    Args:
+        block: see `Transform`; a power of two.
+        seed: shared by all workers.
+    """
+
+    seed: int = 0
+
+    @property
+    def changes(self) -> bool:
+        """In every round."""
+        return True
+
+    def basis(self, length: int, round: int) -> NDArray[np.float64]:
+        """Three Hadamard matrices with random signs between them."""
+        H = _walsh(length)
+        signs = 1.0 - 2.0 * (numbers(self.seed, round, _SIGNS, 3 * length) >> np.uint64(63)).reshape(3, length)
+        P = np.eye(length)
+        for D in signs[::-1]:
+            P = H @ (D[:, None] * P)
+        return P / length**1.5
+
+
+def _walsh(length: int) -> NDArray[np.float64]:
+    H = np.ones((1, 1))
+    while len(H) < length:
+        H = np.block([[H, H], [H, -H]])
+    return H

@@ -334,7 +334,8 @@ class PendingShare:
         assert isinstance(mail.codec, Chain)
         if mail.codec.linear and weights:
             bodies, weights = [b.like(b.data / weights[0]) for b in bodies], None
-        received = mail.codec.receive(bodies, mail.like, round=mail.round, mean=mail.mean, weights=weights)
+        own = None if mail.codec.linear else (mail.link.rank, self.encoded)
+        received = mail.codec.receive(bodies, mail.like, round=mail.round, mean=mail.mean, weights=weights, own=own)
         return received, received.safe
 
 

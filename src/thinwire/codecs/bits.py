@@ -39,16 +39,16 @@ def pack(numbers: NDArray[np.integer], width: int) -> Bytes:
         out[: count * q].reshape(count, q)[:] = little[:, :q]
     if r:
         rest = numbers >> (8 * q)
-        eights = np.zeros((-(-count // 8), 8), np.uint64)
+        eights = np.zeros((-(-count // 8), 8), np.uint8)
         eights.reshape(-1)[:count] = rest
-        word = eights[:, 0].copy()
+        word = eights[:, 0].astype(np.uint64)
         for i in range(1, 8):
-            word |= eights[:, i] << np.uint64(i * r)
+            word |= eights[:, i].astype(np.uint64) << np.uint64(i * r)
         out[count * q :].reshape(-1, r)[:] = word.view(np.uint8).reshape(-1, 8)[:, :r]
     return out
 
 
-def unpack(packed: Bytes, count: int, width: int, start: int = 0, stop: int | None = None) -> NDArray[np.int64]:
+def unpack(packed: Bytes, count: int, width: int, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:
     """Numbers `start` to `stop` of `count` that were packed.
 
     Args:
@@ -59,23 +59,34 @@ def unpack(packed: Bytes, count: int, width: int, start: int = 0, stop: int | No
         stop: the first not to read; all by default.
 
     Returns:
-        int64 [stop - start].
+        [stop - start], uint8 where the width allows and int64 elsewhere.
     """
     stop = count if stop is None else stop
     q, r = divmod(width, 8)
+    if not q:
+        return _unpack_rest(packed, r, start, stop)
     out = np.zeros(stop - start, np.int64)
-    if q:
-        out.view(np.uint8).reshape(-1, 8)[:, :q] = packed[start * q : stop * q].reshape(-1, q)
+    out.view(np.uint8).reshape(-1, 8)[:, :q] = packed[start * q : stop * q].reshape(-1, q)
     if r:
-        first, last = start // 8, -(-stop // 8)
+        out |= _unpack_rest(packed[count * q :], r, start, stop).astype(np.int64) << (8 * q)
+    return out if width > 8 else out.astype(np.uint8)
+
+
+def _unpack_rest(packed: Bytes, r: int, start: int, stop: int) -> Bytes:
+    """Numbers of r < 8 bits."""
+    if not r:
+        return np.zeros(stop - start, np.uint8)
+    first, last = start // 8, -(-stop // 8)
+    part = packed[first * r : last * r]
+    if r == 1:
+        eights = np.unpackbits(part, bitorder="little")
+    else:
         word = np.zeros(last - first, np.uint64)
-        word.view(np.uint8).reshape(-1, 8)[:, :r] = packed[count * q :].reshape(-1, r)[first:last]
-        mask = np.uint64((1 << r) - 1)
-        eights = np.empty((last - first, 8), np.int64)
+        word.view(np.uint8).reshape(-1, 8)[:, :r] = part.reshape(-1, r)
+        eights = np.empty((last - first, 8), np.uint8)
         for i in range(8):
-            eights[:, i] = (word >> np.uint64(i * r)) & mask
-        out |= eights.reshape(-1)[start - 8 * first : stop - 8 * first] << (8 * q)
-    return out
+            eights[:, i] = (word >> np.uint64(i * r)) & np.uint64((1 << r) - 1)
+    return eights.reshape(-1)[start - 8 * first : stop - 8 * first]
 
 
 def padding_is_zero(packed: Bytes, count: int, width: int) -> bool:

@@ -101,6 +101,14 @@ class Encoded:
     _dense: Tensor
     _round: int
 
+    def indices(self) -> list[NDArray[np.int32] | None]:
+        """Of each group, which entries of each block are in the message; None where that is not told."""
+        return [kept.indices for kept in self._kept]
+
+    def values(self) -> list[Floats]:
+        """All that receivers read, group by group, then the tensors that are sent whole."""
+        return [v for v in [*(kept.values for kept in self._kept), self._dense.numpy()] if v.size]
+
     def take_from(self, slots: Sequence[Tensor], *, scale: float = 1.0) -> None:
         """Subtract from slots what receivers read: error feedback, of selection and rounding alike.
 
@@ -210,6 +218,7 @@ class Chain(Codec):
             scale: multiplies the tensors.
         """
         layout = self.plan(tensors).layout
+        _check_slots(slots, layout)
         for group in layout.groups:
             work = _Workspace(group, tensors[group.grids[0].index].device)
             for batch in group.batches:
@@ -281,6 +290,7 @@ class Chain(Codec):
                 else the slots are not changed.
         """
         plan = self.plan(like)
+        _check_slots(slots, plan.layout)
 
         def coefficients(batch: Batch, work: _Workspace) -> list[Tensor]:
             parts = [piece.of_slot(slots[piece.grid.index]) for piece in batch.pieces]
@@ -327,7 +337,10 @@ class Chain(Codec):
         for batch in group.batches:
             parts = coefficients(batch, work)
             if indices is not None:
-                indices[batch.start : batch.stop] = largest(_magnitudes(batch, parts, work), k).cpu().numpy()
+                for part, (_, rows, _) in zip(parts, _rows(batch), strict=True):
+                    at = slice(batch.start + rows.start, batch.start + rows.stop)
+                    indices[at], values[at] = largest(part, (group.h, group.w), k)
+                continue
             place = batch.places(self._indices(section, indices, batch, round))
             for part, (_, rows, base) in zip(parts, _rows(batch), strict=True):
                 at = torch.from_numpy(place[rows] - base).to(part.device)
@@ -366,14 +379,15 @@ class Chain(Codec):
         round: int = 0,
         mean: Mean | None = None,
         weights: Sequence[float] | None = None,
+        own: tuple[int, Encoded] | None = None,
     ) -> Received:
-        """Check messages from end to end, to be decoded piece by piece later.
+        """Check messages from end to end, to be decoded piece by piece later; see `combine`, and `Received` for `own`.
 
         Raises:
             WireError: before anything is decoded into tensors.
         """
         device = payloads[0].data.device
-        return Received(self, self.plan(like), payloads, device, round, mean or Mean(), weights)
+        return Received(self, self.plan(like), payloads, device, round, mean or Mean(), weights, own)
 
 
 _KINDS = {Transform: "transform", Selection: "selection", Values: "values"}
@@ -409,21 +423,22 @@ def _plan(chain: Chain, shapes: tuple[Shape, ...]) -> Plan:
     return Plan(layout, tuple(sections), at + values.nbytes_of(layout.dense_numel, DENSE_GROUP))
 
 
+def _check_slots(slots: Sequence[Tensor], layout: Layout) -> None:
+    shapes = layout.slot_shapes()
+    if len(slots) != len(shapes):
+        raise ConfigError(f"{len(slots)} slots for {len(shapes)} tensors")
+    for i, (slot, shape) in enumerate(zip(slots, shapes, strict=True)):
+        if tuple(slot.shape) != tuple(shape) or slot.dtype != torch.float32:
+            told = f"{str(slot.dtype).removeprefix('torch.')}{list(slot.shape)}"
+            raise ConfigError(f"slot {i} must be float32{list(shape)} (see slot_shapes), got {told}")
+
+
 class _Workspace:
     """Memory for one batch of a group, allocated once a message."""
 
     def __init__(self, group: Group, device: torch.device):
         n = max(b.starts[-1] for b in group.batches)
-        self.copy, self.first, self.second, self.sizes = (torch.empty(n, device=device) for _ in range(4))
-
-
-def _magnitudes(batch: Batch, parts: Sequence[Tensor], work: _Workspace) -> Tensor:
-    """|x| of all entries, block by block: [blocks, L]."""
-    h, w = batch.pieces[0].grid.h, batch.pieces[0].grid.w
-    for piece, part, start in zip(batch.pieces, parts, batch.starts, strict=False):
-        out = work.sizes[start : start + part.numel()].view(piece.y, piece.x, h, w)
-        torch.abs(part.unflatten(0, (piece.y, h)).unflatten(2, (piece.x, w)).permute(0, 2, 1, 3), out=out)
-    return work.sizes[: batch.starts[-1]].view(batch.blocks, h * w)
+        self.copy, self.first, self.second = (torch.empty(n, device=device) for _ in range(3))
 
 
 def _blend(out: Tensor, x: Tensor, decay: float, scale: float) -> None:

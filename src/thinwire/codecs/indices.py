@@ -110,7 +110,8 @@ class Packed(IndexCode):
         return pack(np.ascontiguousarray(indices).reshape(-1), self.width)
 
     def _read(self, code: Bytes, n: int, start: int, stop: int) -> Indices:
-        return unpack(code, n * self.k, self.width, start * self.k, stop * self.k).reshape(-1, self.k)
+        numbers = unpack(code, n * self.k, self.width, start * self.k, stop * self.k)
+        return numbers.astype(np.int64, copy=False).reshape(-1, self.k)
 
     def _padding(self, code: Bytes, n: int) -> bool:
         return padding_is_zero(code, n * self.k, self.width)
@@ -190,13 +191,14 @@ class Ranked(IndexCode):
         n = len(indices)
         table = _binomials(self.buckets, self.k)
         step = max(1, (1 << 19) // self.k)  # bounded workspace
-        limbs = np.empty((len(self._widths), n), np.int64)
+        limbs = np.zeros((len(self._widths), n), np.int64)
         for at in range(0, n, step):
             part = indices[at : at + step]
             high = part >> self.low if self.low else part - np.arange(self.k)
-            place = high + table.offsets  # the place of s_j in row j of the table
-            for limb, row in zip(table.limbs, limbs, strict=True):
-                row[at : at + step] = limb.take(place).sum(axis=1)
+            for j, b in enumerate(np.ascontiguousarray(high.T, np.int64)):
+                b += table.offsets[j]  # noqa: PLW2901  the place of s_j in row j of the table
+                for limb, row in zip(table.limbs[: table.limbs_of(j)], limbs, strict=False):
+                    row[at : at + step] += limb.take(b)
         for lower, upper in itertools.pairwise(limbs):
             upper += lower >> _LIMB
             lower &= (1 << _LIMB) - 1
@@ -211,7 +213,10 @@ class Ranked(IndexCode):
 
     def _read(self, code: Bytes, n: int, start: int, stop: int) -> Indices:
         *limbs, low = self._sections(code, n)
-        rest = [unpack(limb, n, width, start, stop) for limb, width in zip(limbs, self._widths, strict=True)]
+        rest = [
+            unpack(limb, n, width, start, stop).astype(np.int64, copy=False)
+            for limb, width in zip(limbs, self._widths, strict=True)
+        ]
         high = self._unrank(rest)
         if not self.low:
             return high + np.arange(self.k)

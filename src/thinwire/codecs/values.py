@@ -36,8 +36,8 @@ class Values(Stage):
         """The bytes of `values` [count], and what `read` will make of them."""
 
     @abstractmethod
-    def read(self, raw: Bytes, count: int, k: int, start: int, stop: int) -> Floats:
-        """Values `start` to `stop` of `count`.
+    def read(self, raw: Bytes, count: int, k: int, start: int, stop: int, *, check: bool = True) -> Floats:
+        """Values `start` to `stop` of `count`; without `check` where they have been checked before.
 
         Raises:
             WireError: a value or scale that is not finite, a negative scale, or padding that is not zero.
@@ -74,14 +74,14 @@ class Float(Values):
         cast = torch.from_numpy(values).to(self.wire_dtype)
         return cast.view(torch.uint8).numpy(), cast.float().numpy()
 
-    def read(self, raw: Bytes, count: int, k: int, start: int, stop: int) -> Floats:  # noqa: ARG002
+    def read(self, raw: Bytes, count: int, k: int, start: int, stop: int, *, check: bool = True) -> Floats:  # noqa: ARG002
         """Cast back."""
         if stop <= start:
             return np.empty(0, np.float32)
         size = self.wire_dtype.itemsize
         part = raw[start * size : stop * size].copy()  # aligned, and never a view into the message
         values = torch.from_numpy(part).view(self.wire_dtype).float().numpy()
-        return _finite("value", values)
+        return _finite("value", values) if check else values
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,7 +111,7 @@ class Scaled(Values):
 
     @abstractmethod
     def _restore(self, codes: NDArray[np.integer], scales: Floats) -> Floats:
-        """Values from codes [n] and the scales [n, scales] of their groups."""
+        """Values from codes [...] and the scales [..., scales] of their groups."""
 
     def _group(self, k: int) -> int:
         return self.group or k
@@ -135,24 +135,31 @@ class Scaled(Values):
         with np.errstate(all="ignore"):  # what is not finite is found by the exchange, which looks at what comes back
             scales, codes = self._quantise(groups, counts)
             flat = codes.reshape(-1)[:count]
-            read = self._restore(flat, np.repeat(scales, g, axis=0)[:count])
+            read = self._scale(flat, scales, 0, g)
         raw = np.concatenate([_bf16_bytes(scales), pack(flat, self.width)])
         return raw, read
 
-    def read(self, raw: Bytes, count: int, k: int, start: int, stop: int) -> Floats:
+    def read(self, raw: Bytes, count: int, k: int, start: int, stop: int, *, check: bool = True) -> Floats:
         """Unpack and scale."""
         g = self._group(k)
         head = 2 * self.scales * -(-count // g)
         first, last = start // g, -(-stop // g)
         scales = _bf16_floats(raw[2 * self.scales * first : 2 * self.scales * last]).reshape(-1, self.scales)
-        if not (_finite("scale", scales) >= 0).all():
-            raise WireError(f"a negative scale: {scales.min()}")
-        if stop == count and not padding_is_zero(raw[head:], count, self.width):
-            raise WireError("the padding of a value section is not zero")
+        if check:
+            if not (_finite("scale", scales) >= 0).all():
+                raise WireError(f"a negative scale: {scales.min()}")
+            if stop == count and not padding_is_zero(raw[head:], count, self.width):
+                raise WireError("the padding of a value section is not zero")
         codes = unpack(raw[head:], count, self.width, start, stop)
-        spread = np.repeat(scales, g, axis=0)[start - first * g : stop - first * g]
+        values = self._scale(codes, scales, start - first * g, g)
+        return _finite("value", values) if check else values
+
+    def _scale(self, codes: NDArray[np.integer], scales: Floats, start: int, g: int) -> Floats:
+        """Values of codes, the first of which is number `start` of its group."""
         with np.errstate(over="ignore"):
-            return _finite("value", self._restore(codes, spread))
+            if not start and not len(codes) % g:  # whole groups
+                return self._restore(codes.reshape(-1, g), scales[:, None]).reshape(-1)
+            return self._restore(codes, np.repeat(scales, g, axis=0)[start : start + len(codes)])
 
 
 @dataclass(frozen=True, repr=False)
@@ -165,7 +172,7 @@ class Int8(Scaled):
         return scale[:, None], np.clip(np.nan_to_num(whole), -127, 127).astype(np.int8).view(np.uint8)
 
     def _restore(self, codes: NDArray[np.integer], scales: Floats) -> Floats:
-        return codes.astype(np.uint8).view(np.int8) * scales[:, 0]
+        return codes.astype(np.uint8, copy=False).view(np.int8) * scales[..., 0]
 
 
 @dataclass(frozen=True, repr=False)
@@ -189,7 +196,7 @@ class Fp4(Scaled):
         return scale[:, None], (e + 8 * np.signbit(groups)).astype(np.uint8)
 
     def _restore(self, codes: NDArray[np.integer], scales: Floats) -> Floats:
-        return _E3M0[codes] * scales[:, 0]
+        return _E3M0[codes] * scales[..., 0]
 
 
 _E3M0 = np.array([0.0, *(2.0 ** (e - 7) for e in range(1, 8)), 0.0, *(-(2.0 ** (e - 7)) for e in range(1, 8))], np.float32)
@@ -215,7 +222,7 @@ class TwoBit(Scaled):
         return _bf16(np.maximum(means, 0)), (np.signbit(groups) + 2 * large).astype(np.uint8)
 
     def _restore(self, codes: NDArray[np.integer], scales: Floats) -> Floats:
-        size = np.where(codes & 2, scales[:, 1], scales[:, 0])
+        size = np.where(codes & 2, scales[..., 1], scales[..., 0])
         return np.where(codes & 1, -size, size)
 
 
@@ -229,7 +236,7 @@ class Sign(Scaled):
         return _bf16(np.abs(groups).sum(axis=1) / counts)[:, None], np.signbit(groups).astype(np.uint8)
 
     def _restore(self, codes: NDArray[np.integer], scales: Floats) -> Floats:
-        return np.where(codes, -scales[:, 0], scales[:, 0])
+        return np.where(codes, -scales[..., 0], scales[..., 0])
 
 
 def _bf16(values: Floats) -> Floats:

@@ -1,0 +1,238 @@
+"""What the sparse wire costs and how many bytes it sends, as ratios within one run: `make bench`.
+
+A full DeMo round on GPT-2-shaped lists of tensors: accumulate the momentum, transform, select, pack, exchange, unpack, decode, apply.
+Two gloo workers on loopback, one thread each. All ways take turns in the same loop, so that a noisy machine disturbs them alike.
+
+* rounds: the fast path against `codecs/simple.py` (one tensor at a time, int64 + float32, two all_gathers each), and both beside a step of
+  AdamW (foreach and fused) and a plain all-reduce of the same parameters;
+* bytes: one worker's message, and how far its indices are above the entropy bound;
+* memory: the most that a round takes beside parameters, gradients and momentum;
+* workers: time to read and apply the messages of 1 to 32 workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.pair import SIZES, gpt_shapes, run_pair
+from thinwire import DCT, Float, Int8, Link, Mean, Sign, TopK, share
+from thinwire.codecs import Chain
+from thinwire.codecs.simple import SimpleTopK
+from thinwire.payload import Payload
+
+RECORD = Path(__file__).parent / "records" / "wire.jsonl"
+DECAY, LR = 0.999, 1e-3
+
+FAST: dict[str, Chain] = {
+    "thinwire k=32 bf16": DCT(64) >> TopK(32) >> Float("bf16"),
+    "thinwire k=32 1-bit": DCT(64) >> TopK(32) >> Sign(),
+    "thinwire k=8 1-bit": DCT(64) >> TopK(8) >> Sign(),
+}
+OURS, SIMPLE = "thinwire k=32 bf16", "simple k=32"
+
+
+class DeMo:
+    """The state of one worker, and a round the simple way and the fast way; they differ in nothing but rounding."""
+
+    def __init__(self, link: Link, shapes: Sequence[tuple[int, ...]]):
+        torch.manual_seed(link.rank)
+        self.link = link
+        self.params = [torch.randn(s).mul_(0.02) for s in shapes]
+        self.grads = [torch.randn(s) for s in shapes]
+        self.momenta = {SIMPLE: [torch.zeros(s) for s in shapes]}
+        for name, chain in FAST.items():
+            self.momenta[name] = [torch.zeros(s) for s in chain.slot_shapes(self.params)]
+        self.rounds = 0
+
+    def simple(self, k: int) -> None:
+        for p, g, m in zip(self.params, self.grads, self.momenta[SIMPLE], strict=True):
+            codec = SimpleTopK(tuple(p.shape), k)
+            m.mul_(DECAY).add_(g)
+            places, values = codec.encode(m)
+            m.sub_(codec.decode([(places, values)]))
+            theirs = [self.link.all_gather(Payload(t.reshape(-1))) for t in (places, values)]
+            gathered = [(a.data.view(places.shape), b.data.view(values.shape)) for a, b in zip(*theirs, strict=True)]
+            p.add_(codec.decode(gathered).sign_(), alpha=-LR)
+
+    def fast(self, name: str) -> None:
+        self.rounds += 1
+        m, senders = self.momenta[name], Mean(over="senders")
+        got = share(self.link, FAST[name], m, self.grads, round=self.rounds, decay=DECAY, scale=1.0, mean=senders)
+        self.link.commit()
+        got.take_from(m)
+        for _, p, q in got.each(self.params):
+            p.add_(q.sign_(), alpha=-LR)
+
+
+def take_turns(ways: dict[str, Callable[[], Any]], repeats: int) -> dict[str, dict[str, float]]:
+    """Least and median seconds of each way."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(repeats + 1):
+        for name, way in ways.items():
+            dist.barrier()
+            started = time.perf_counter()
+            way()
+            if turn:  # the first turn warms up
+                times[name].append(time.perf_counter() - started)
+    return {name: {"least": min(t), "median": statistics.median(t)} for name, t in times.items()}
+
+
+def bench_rounds(link: Link, size: str, repeats: int) -> dict[str, Any]:
+    shapes = gpt_shapes(*SIZES[size])
+    demo = DeMo(link, shapes)
+    flat = torch.cat([g.flatten() for g in demo.grads])
+    params = [torch.nn.Parameter(p) for p in demo.params]
+    for p, g in zip(params, demo.grads, strict=True):
+        p.grad = g
+    ways: dict[str, Callable[[], Any]] = {SIMPLE: lambda: demo.simple(32)}
+    for name in FAST:
+        ways[name] = lambda name=name: demo.fast(name)
+    ways["all-reduce fp32"] = lambda: dist.all_reduce(flat)
+    ways["AdamW foreach"] = torch.optim.AdamW(params, lr=LR, foreach=True).step
+    ways["AdamW fused"] = torch.optim.AdamW(params, lr=LR, fused=True).step
+    return {"parameters": flat.numel(), "tensors": len(shapes), "seconds": take_turns(ways, repeats)}
+
+
+def bench_memory(link: Link, size: str) -> dict[str, float]:
+    """Peak of the resident memory during a round, above what was resident before it, in MB."""
+    demo = DeMo(link, gpt_shapes(*SIZES[size]))
+    ways: dict[str, Callable[[], None]] = {name: lambda name=name: demo.fast(name) for name in FAST}
+    ways[SIMPLE] = lambda: demo.simple(32)
+    peaks = {}
+    for name, way in ways.items():
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # give freed memory back, so that its use counts again
+        before = _resident()
+        Path("/proc/self/clear_refs").write_text("5")  # begin to measure the peak anew
+        way()
+        peaks[name] = (_resident("VmHWM") - before) / 1e6
+    return peaks
+
+
+def _resident(what: str = "VmRSS") -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    return 1024 * int(line.split()[1])
+
+
+def bench_bytes() -> dict[str, Any]:
+    """Length of one worker's message; nothing is encoded."""
+    out = {}
+    for size, arguments in SIZES.items():
+        like = [torch.empty(s, device="meta") for s in gpt_shapes(*arguments)]
+        row: dict[str, Any] = {"dense fp32": 4 * sum(t.numel() for t in like)}
+        for k in (32, 8):
+            row[f"simple k={k}"] = sum(SimpleTopK(tuple(t.shape), k).nbytes for t in like)
+            for values in (Float(), Float("bf16"), Int8(), Sign()):
+                row[f"k={k} {values!r}"] = (DCT(64) >> TopK(k) >> values).nbytes(like)
+            sections = [s for s in (DCT(64) >> TopK(k) >> Sign()).plan(like).sections if s.code]
+            indices = sum(8 * s.code.nbytes(s.group.blocks) for s in sections if s.code)
+            bound = sum(s.group.blocks * s.code.bound for s in sections if s.code)
+            row[f"k={k} indices above the bound"] = indices / bound - 1
+        out[size] = row
+    return out
+
+
+def bench_workers(size: str, repeats: int) -> dict[str, Any]:
+    """Seconds to check, combine and apply the messages of many workers, in one process on one thread."""
+    shapes = gpt_shapes(*SIZES[size])
+    params = [torch.zeros(s) for s in shapes]
+    out: dict[str, Any] = {}
+    for name, chain in FAST.items():
+        messages = []
+        for rank in range(4):  # reading does not depend on who wrote what, so few different messages will do
+            torch.manual_seed(rank)
+            messages.append(chain.encode([torch.randn(s) for s in shapes]))
+        out[name] = {}
+        for workers in (1, 2, 4, 8, 16, 32):
+            gathered = [messages[r % 4] for r in range(workers)]
+            out[name][workers] = min(_timed(lambda: _apply(chain, gathered, params)) for _ in range(repeats))  # noqa: B023
+    return {"parameters": sum(map(math.prod, shapes)), "seconds": out}
+
+
+def _apply(chain: Chain, gathered: list[Payload], params: list[Tensor]) -> None:
+    for _, p, q in chain.receive(gathered, params, mean=Mean(over="senders")).each(params):
+        p.add_(q.sign_(), alpha=-LR)
+
+
+def _timed(call: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def bench_pair(link: Link, sizes: list[str], repeats: int) -> dict[str, Any]:
+    rounds = {size: bench_rounds(link, size, repeats) for size in sizes}
+    return {"rounds": rounds, "memory MB": {sizes[-1]: bench_memory(link, sizes[-1])}}
+
+
+def measure(sizes: list[str], repeats: int) -> dict[str, Any]:
+    figures = run_pair(bench_pair, sizes, repeats)
+    torch.set_num_threads(1)
+    figures["bytes"] = bench_bytes()
+    figures["workers"] = bench_workers(sizes[0], max(2, repeats // 2))
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES), help="lists of tensors (default: all)")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of each way (default: 5)")
+    parser.add_argument("--record", action="store_true", help=f"append the figures to {RECORD.name}")
+    arguments = parser.parse_args()
+    figures = measure(arguments.sizes, arguments.repeats)
+    show(figures)
+    if arguments.record:
+        RECORD.parent.mkdir(exist_ok=True)
+        about = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
+        with RECORD.open("a") as file:
+            file.write(json.dumps({"date": time.strftime("%Y-%m-%d"), **about, **figures}) + "\n")
+
+
+def show(figures: dict[str, Any]) -> None:
+    console = Console()
+    for size, row in figures["rounds"].items():
+        table = Table(
+            "way", "least s", "median s", "simple / way", title=f"a round of {row['parameters']:,} parameters, 2 workers"
+        )
+        simple = row["seconds"][SIMPLE]["median"]
+        for way, t in row["seconds"].items():
+            table.add_row(way, f"{t['least']:.3f}", f"{t['median']:.3f}", f"{simple / t['median']:.2f}")
+        console.print(table)
+    for size, row in figures["memory MB"].items():
+        table = Table("way", "MB", title=f"peak memory of a round at {size}, beside parameters, gradients and momentum")
+        for way, peak in row.items():
+            table.add_row(way, f"{peak:.0f}")
+        console.print(table)
+    for size, row in figures["bytes"].items():
+        table = Table("message", "bytes", "of dense fp32", title=f"one worker's message at {size}")
+        for what, number in row.items():
+            if "bound" in what:
+                table.add_row(what, f"{number:.1%}", "")
+            else:
+                table.add_row(what, f"{number:,}", f"1/{row['dense fp32'] / number:.0f}")
+        console.print(table)
+    table = Table("workers", *FAST, title=f"s to read and apply, {figures['workers']['parameters']:,} parameters, 1 thread")
+    for workers in next(iter(figures["workers"]["seconds"].values())):
+        table.add_row(str(workers), *(f"{row[workers]:.3f}" for row in figures["workers"]["seconds"].values()))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -28,7 +28,7 @@ def gpt_shapes(layers: int, width: int, vocabulary: int, context: int) -> list[t
 
 
 def run_pair(work: Callable[..., Any], *arguments: Any, limit: float = 3600.0) -> Any:
-    """What `work(link, *arguments)` returns on the first of two gloo workers; fails when either does, or after `limit` seconds."""
+    """What `work(link, *arguments)` returns on the first of two gloo workers; fails when one does, or after `limit` s."""
     store, places = host_job(2)
     context = mp.get_context("spawn")
     results = context.Queue()

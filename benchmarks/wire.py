@@ -1,9 +1,10 @@
 """What the sparse wire costs and how many bytes it sends, as ratios within one run: `make bench`.
 
-A full DeMo round on GPT-2-shaped lists of tensors: accumulate the momentum, transform, select, pack, exchange, unpack, decode, apply.
-Two gloo workers on loopback, one thread each. All ways take turns in the same loop, so that a noisy machine disturbs them alike.
+A full DeMo round on GPT-2-shaped lists of tensors: accumulate the momentum, transform, select, pack, exchange, unpack,
+decode, apply. Two gloo workers on loopback, one thread each. All ways take turns in the same loop, so that a noisy machine
+disturbs them alike.
 
-* rounds: the fast path against `codecs/simple.py` (one tensor at a time, int64 + float32, two all_gathers each), and both beside a step of
+* rounds: the fast path against `codecs/simple.py` (tensor by tensor, int64 + float32, two all_gathers each), beside a step of
   AdamW (foreach and fused) and a plain all-reduce of the same parameters;
 * bytes: one worker's message, and how far its indices are above the entropy bound;
 * memory: the most that a round takes beside parameters, gradients and momentum;
@@ -207,7 +208,7 @@ def main() -> None:
 
 def show(figures: dict[str, Any]) -> None:
     console = Console()
-    for size, row in figures["rounds"].items():
+    for row in figures["rounds"].values():
         table = Table(
             "way", "least s", "median s", "simple / way", title=f"a round of {row['parameters']:,} parameters, 2 workers"
         )

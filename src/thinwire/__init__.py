@@ -34,6 +34,7 @@ _HOME = {
     "Striding": "thinwire.codecs",
     "TopK": "thinwire.codecs",
     "TwoBit": "thinwire.codecs",
+    "parse_codec": "thinwire.codecs",
     "average": "thinwire.exchange",
     "broadcast": "thinwire.exchange",
     "post_average": "thinwire.exchange",
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
         Striding,
         TopK,
         TwoBit,
+        parse_codec,
     )
     from thinwire.exchange import average, broadcast, post_average, post_share, share
     from thinwire.links import (

@@ -6,6 +6,7 @@ from thinwire.codecs.chain import Chain, Encoded
 from thinwire.codecs.dense import WIRE_DTYPES, Dense
 from thinwire.codecs.received import Received
 from thinwire.codecs.selection import All, RandomK, Striding, TopK
+from thinwire.codecs.text import parse_codec
 from thinwire.codecs.transforms import DCT, Hadamard, Identity, RandomOrthogonal
 from thinwire.codecs.values import Float, Fp4, Int8, Sign, TwoBit
 
@@ -30,4 +31,5 @@ __all__ = [
     "Striding",
     "TopK",
     "TwoBit",
+    "parse_codec",
 ]

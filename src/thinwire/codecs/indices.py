@@ -196,7 +196,7 @@ class Ranked(IndexCode):
             part = indices[at : at + step]
             high = part >> self.low if self.low else part - np.arange(self.k)
             for j, b in enumerate(np.ascontiguousarray(high.T, np.int64)):
-                b += table.offsets[j]  # noqa: PLW2901  the place of s_j in row j of the table
+                b += table.offsets[j]
                 for limb, row in zip(table.limbs[: table.limbs_of(j)], limbs, strict=False):
                     row[at : at + step] += limb.take(b)
         for lower, upper in itertools.pairwise(limbs):

@@ -247,7 +247,7 @@ class Received:
             for piece in whole.split(_HOT):
                 n = math.prod(piece.shape)
                 part = coefficients[start : start + n]
-                start += n  # noqa: PLW2901
+                start += n
                 if P_h is not None:
                     strips = (piece.y, h, piece.shape[1])
                     part = torch.bmm(P_h.T.expand(piece.y, h, h), part.view(strips), out=out[:n].view(strips))

@@ -138,8 +138,8 @@ def largest(strips: Tensor, block: tuple[int, int], k: int) -> tuple[Indices, Fl
         k: how many of each block.
 
     Returns:
-        Places within each block in ascending order and the values there, both [y x, k], blocks row by row. NaN counts as largest.
-        Which of several equal entries is taken is not specified.
+        Places within each block in ascending order and the values there, both [y x, k], blocks row by row. NaN counts as
+        largest. Which of several equal entries is taken is not specified.
     """
     h, w = block
     rows = _lane_rows(h, w, k)
@@ -165,8 +165,9 @@ def _lane_rows(h: int, w: int, k: int) -> int:
 def _largest_by_lanes(strips: Tensor, h: int, w: int, r: int, k: int) -> tuple[Indices, Floats]:
     """`largest` on a CPU, several times faster than topk where k is far below the size of a block.
 
-    A lane is every r-th row of one column of a block. The k-th largest of the maxima of all lanes is a lower limit of the k-th largest
-    entry, so all k largest lie in the lanes that reach it, most often k of them: few entries are left to look at.
+    A lane is every r-th row of one column of a block. The k-th largest of the maxima of all lanes is a lower limit of the
+    k-th largest entry, so all k largest lie in the lanes that reach it, most often k of them: few entries are left to look
+    at.
     """
     y, x, depth, lanes, stride = strips.shape[0] // h, strips.shape[1] // w, h // r, r * w, strips.shape[1]
     n, flat, split = y * x, strips.numpy().reshape(-1), strips.view(y, depth, r, x, w)

@@ -27,7 +27,6 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
 
 Inner = Literal["adamw", "adam", "sgd", "momentum"]
 Device = Literal["auto", "cpu", "cuda"]
-Wire = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +63,8 @@ class RunConfig:
     """How far the workers' data differ; by default not at all. See `thinwire tasks`."""
     device: Device = "auto"
     """Where to compute: auto takes GPUs where torch finds them."""
-    wire: Wire = "fp32"
-    """Number format of dense messages."""
+    wire: str = "fp32"
+    """What is sent: fp32, bf16, fp16, int8, fp4, 2-bit, 1-bit, or a chain such as "DCT(64) >> TopK(32) >> Sign()"."""
     eval_every: int = 50
     """Steps between evaluations of the shared model; 0 evaluates at the end only."""
     settings: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from thinwire.algorithm import Algorithm, Wrapper
 from thinwire.algorithms import found
-from thinwire.codecs import Dense
+from thinwire.codecs import parse_codec
 from thinwire.errors import CheckpointError, ConfigError, NonFiniteRound
 from thinwire.exchange import handshake
 from thinwire.links import Link, Metered, SoloLink, TorchLink
@@ -237,7 +237,7 @@ def optimizer_of(config: RunConfig, model: nn.Module, link: Link) -> Algorithm:
     cls, settings = algorithms[name], {**fixed, **config.settings}
     make: Any = cls
     if issubclass(cls, Wrapper):
-        return make(INNER[config.inner](model.parameters(), config), link, codec=Dense(config.wire), **settings)
+        return make(INNER[config.inner](model.parameters(), config), link, codec=parse_codec(config.wire), **settings)
     return make(model.parameters(), link, lr=config.lr, **settings)
 
 

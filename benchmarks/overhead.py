@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing as mp
 import os
 import platform
 import statistics
@@ -28,17 +27,12 @@ from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from benchmarks.pair import gpt_shapes, run_pair
 from thinwire.exchange import average
-from thinwire.links import TorchLink, connect, host_job
+from thinwire.links import TorchLink
 from thinwire.tasks import make_task
 
 RECORD = Path(__file__).parent / "records" / "overhead.jsonl"
-
-
-def gpt_shapes(layers: int, width: int, vocab: int) -> list[tuple[int, ...]]:
-    """The tensors of a GPT of this size."""
-    block = [(width,), (width, 3 * width), (width, width), (width,), (width, 4 * width), (4 * width, width)]
-    return [(vocab, width), *(shape for _ in range(layers) for shape in block), (width,)]
 
 
 def median_seconds(ways: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
@@ -55,7 +49,7 @@ def median_seconds(ways: dict[str, Callable[[], Any]], repeats: int) -> dict[str
 
 
 def bench_exchange(link: TorchLink, repeats: int) -> dict[str, Any]:
-    tensors = [torch.randn(shape) for shape in gpt_shapes(layers=12, width=256, vocab=4096)]
+    tensors = [torch.randn(shape) for shape in gpt_shapes(12, 256, 4096, 256)]
     flat = torch.cat([t.flatten() for t in tensors])
     ways = {
         "bare all_reduce, flat": lambda: dist.all_reduce(flat),
@@ -113,16 +107,8 @@ def bench_simulator() -> dict[str, Any]:
     return {"workers": 16, "steps": 50, "parameters": 100_600, "seconds": time.perf_counter() - started}
 
 
-def _worker(place: dict[str, str], repeats: int, results: Any) -> None:
-    os.environ.update(place)
-    torch.set_num_threads(1)
-    link = connect(backend="gloo", timeout=120)
-    assert isinstance(link, TorchLink)
-    figures = {"exchange": bench_exchange(link, repeats), "step": bench_step(link, repeats)}
-    if link.rank == 0:
-        results.put(figures)
-    dist.barrier()
-    dist.destroy_process_group()
+def bench_pair(link: TorchLink, repeats: int) -> dict[str, Any]:
+    return {"exchange": bench_exchange(link, repeats), "step": bench_step(link, repeats)}
 
 
 def main() -> None:
@@ -130,16 +116,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20, help="rounds of each way (default: 20)")
     parser.add_argument("--record", action="store_true", help=f"append the figures to {RECORD.name}")
     arguments = parser.parse_args()
-    store, places = host_job(2)
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    workers = [context.Process(target=_worker, args=(place, arguments.repeats, results)) for place in places]
-    for worker in workers:
-        worker.start()
-    figures = results.get(timeout=600)
-    for worker in workers:
-        worker.join()
-    del store  # until here it served them
+    figures = run_pair(bench_pair, arguments.repeats, limit=600)
     torch.set_num_threads(1)
     figures["simulator"] = bench_simulator()
     show(figures)

@@ -26,6 +26,12 @@ from mkdocs.structure.pages import Page
 PACKAGES = ("thinwire", "thinwire.links", "thinwire.codecs", "thinwire.sim", "thinwire.algorithms", "thinwire.tasks")
 MODULES = (
     "thinwire.algorithm",
+    "thinwire.codecs.selection",
+    "thinwire.codecs.shared_seed",
+    "thinwire.codecs.stage",
+    "thinwire.codecs.transforms",
+    "thinwire.codecs.values",
+    "thinwire.codecs.wire",
     "thinwire.errors",
     "thinwire.exchange",
     "thinwire.links.mesh",

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict, TypeVar, Unpack
@@ -146,8 +145,8 @@ class Mail:
             raise ConfigError(
                 f"{self.codec!r} is averaged on the wire, which can do the plain mean over workers only, not {self.mean!r}"
             )
-        if self.weight is not None and not (math.isfinite(self.weight) and self.weight >= 0):
-            raise ConfigError(f"weight must be finite and not negative, got {self.weight!r}")
+        if self.weight is not None and not 0 <= self.weight <= torch.finfo(torch.float32).max:
+            raise ConfigError(f"weight must be finite in float32 and not negative, got {self.weight!r}")
         if self.weight is not None and self.mean.trimmed:
             raise ConfigError(f"a trimmed mean takes no weights, got weight={self.weight!r} with {self.mean!r}")
 

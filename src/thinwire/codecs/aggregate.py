@@ -61,6 +61,7 @@ class Mean:
             scaled = [min(n, self.clip_norm) for n in scaled]
         return [s / n if n else 1.0 for s, n in zip(scaled, norms, strict=True)]
 
+    @np.errstate(over="ignore", invalid="ignore")  # a sum that overflows is found by the exchange, which refuses the round
     def columns(self, values: Floats, weights: Floats) -> Floats:
         """Means of entries that every worker sent.
 
@@ -80,6 +81,7 @@ class Mean:
         total /= weights.sum()
         return total
 
+    @np.errstate(over="ignore", invalid="ignore")
     def entries(self, places: Places, values: Floats, weights: Floats) -> tuple[Places, Floats]:
         """Means of entries that some workers sent.
 
@@ -112,7 +114,10 @@ class Mean:
             found = found * share
             senders = np.add.reduceat(share, starts)
         sums: Floats = found if len(starts) == len(found) else np.add.reduceat(found, starts)
-        sums /= weights.sum() if self.over == "workers" else senders
+        if self.over == "workers":
+            sums /= weights.sum()
+        else:
+            sums = np.divide(sums, senders, out=np.zeros_like(sums), where=senders > 0)  # senders may weigh nothing
         return keys[starts], sums
 
     def _cut(self, count: int) -> int:

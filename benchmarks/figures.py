@@ -1,0 +1,66 @@
+"""Draw the figures of docs/performance.md from the last records: `python -m benchmarks.figures`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("svg")
+from matplotlib import pyplot as plt  # after the choice of what to draw with
+
+RECORDS = Path(__file__).parent / "records"
+FIGURES = Path(__file__).parent.parent / "docs" / "figures"
+
+STYLES = {
+    "simple k=32": ("tab:red", "o-"),
+    "thinwire k=32 bf16": ("tab:blue", "o-"),
+    "thinwire k=32 1-bit": ("tab:cyan", "o-"),
+    "thinwire k=8 1-bit": ("tab:green", "o-"),
+    "AdamW foreach": ("tab:gray", "s--"),
+    "AdamW fused": ("black", "s--"),
+    "all-reduce fp32": ("tab:orange", "s--"),
+}
+
+
+def last(name: str) -> dict[str, Any]:
+    return json.loads((RECORDS / f"{name}.jsonl").read_text().splitlines()[-1])
+
+
+def draw_wire() -> Path:
+    """Cost of a round against the size of the model, and of reading against the number of workers."""
+    record = last("wire")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    rows = sorted(record["rounds"].values(), key=lambda row: row["parameters"])
+    sizes = [row["parameters"] / 1e6 for row in rows]
+    for way, (color, style) in STYLES.items():
+        left.plot(sizes, [row["seconds"][way]["median"] for row in rows], style, color=color, label=way)
+    left.set(title="a round with 2 workers on loopback, 1 thread each", xlabel="million parameters", ylabel="seconds (median)")
+    workers = record["workers"]
+    for way, times in workers["seconds"].items():
+        right.plot([int(w) for w in times], list(times.values()), STYLES[way][1], color=STYLES[way][0], label=way)
+    right.set(
+        title=f"reading and applying all messages, {workers['parameters'] / 1e6:.0f}M parameters, 1 thread",
+        xlabel="workers",
+        ylabel="seconds (least)",
+    )
+    for axes in (left, right):
+        axes.set(xscale="log", yscale="log")
+        axes.grid(True, which="both", alpha=0.25)
+        axes.legend(fontsize=8)
+    ticks = [1, 2, 4, 8, 16, 32]
+    right.set_xticks(ticks, [str(t) for t in ticks], minor=False)
+    right.set_xticks([], minor=True)
+    left.set_xticks(sizes, [f"{s:.0f}" for s in sizes])
+    left.set_xticks([], minor=True)
+    FIGURES.mkdir(exist_ok=True)
+    path = FIGURES / "wire-cost.svg"
+    figure.savefig(path, metadata={"Date": None})
+    return path
+
+
+if __name__ == "__main__":
+    mpl.rcParams["svg.hashsalt"] = "thinwire"  # the same figure for the same record, byte for byte
+    print(draw_wire())

@@ -1,0 +1,356 @@
+"""Index codes: every set of k out of L survives, in the bits that were promised, and nothing else is read as a set."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from thinwire.codecs.bits import pack, packed_nbytes, unpack
+from thinwire.codecs.indices import Bitmap, EliasFano, IndexCode, Packed, Ranked, index_code
+from thinwire.errors import WireError
+
+calm = settings(deadline=None, database=None, derandomize=True)
+LIMB = 52  # bits of a limb of a rank on the wire
+
+SIZES = [(1, 1), (2, 1), (2, 2), (3, 2), (5, 1), (7, 7), (12, 5), (64, 1), (64, 32), (64, 64), (100, 3), (100, 50), (100, 99)]
+SIZES += [(1000, 17), (1001, 2), (300, 120)]
+BLOCKS = [(4096, 8), (4096, 32), (4096, 64), (4096, 128)]
+
+
+def all_codes(L: int, k: int) -> list[IndexCode]:
+    lows = range((L - 1).bit_length())
+    ranked = [low for low in lows if L < 4000 or (L >> low) * k <= 1 << 15]  # else the tables are large
+    return [Packed(L, k), Bitmap(L, k), *(EliasFano(L, k, low) for low in lows), *(Ranked(L, k, low) for low in ranked)]
+
+
+def every_code(sizes: list[tuple[int, int]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("code", [c for L, k in sizes for c in all_codes(L, k)], ids=repr)
+
+
+def random_sets(L: int, k: int, n: int, seed: int = 0) -> NDArray[np.int64]:
+    return np.sort(np.random.default_rng(seed).random((n, L)).argsort(axis=1)[:, :k], axis=1)
+
+
+def extreme_sets(L: int, k: int) -> NDArray[np.int64]:
+    """The first, runs at every power of two, spread ones, and a run with one far away."""
+    starts = {0, 1, 2, L // 3, *(1 << b for b in range(L.bit_length())), *((1 << b) - k for b in range(L.bit_length()))}
+    runs = [np.arange(k) + s for s in sorted(starts) if s == 0 or (0 < s <= L // 2 and s + k < L)]
+    spread = [np.arange(k) * (L // k), L - 1 - np.arange(k)[::-1] * (L // k)]
+    if 1 < k < L:
+        spread.append(np.r_[np.arange(k - 1), L - 1])
+    return np.stack([*runs, *spread])
+
+
+# --- Round trips -----------------------------------------------------------------------------------------------------------
+
+
+@every_code([*SIZES, *BLOCKS])
+def test_random_sets_survive_in_the_size_that_was_told(code: IndexCode) -> None:
+    for n in (1, 7, 50):
+        sets = random_sets(code.L, code.k, n, seed=n)
+        raw = code.encode(sets)
+        assert raw.dtype == np.uint8
+        assert len(raw) == code.nbytes(n)
+        back = code.decode(raw, n)
+        assert back.shape == (n, code.k)
+        assert np.array_equal(back, sets)
+
+
+@every_code([*SIZES, *BLOCKS])
+def test_extreme_sets_survive(code: IndexCode) -> None:
+    """Their ranks are next to binomials, where a float cannot tell one from its neighbour."""
+    sets = extreme_sets(code.L, code.k)
+    assert np.array_equal(code.decode(code.encode(sets), len(sets)), sets)
+
+
+@every_code([(100, 3), (100, 50), (300, 120), (4096, 32)])
+def test_any_range_of_sets_reads_as_from_the_whole(code: IndexCode) -> None:
+    sets = random_sets(code.L, code.k, 19)
+    raw = code.encode(sets)
+    for start, stop in [(0, 0), (0, 1), (3, 11), (8, 16), (5, 19), (18, 19), (19, 19)]:
+        assert np.array_equal(code.decode(raw, 19, start, stop), sets[start:stop])
+    assert np.array_equal(code.decode(raw, 19, 9), sets[9:])
+
+
+@given(st.data(), st.integers(1, 300))
+@calm
+def test_any_set_survives_every_code(data: st.DataObject, L: int) -> None:
+    k = data.draw(st.integers(1, min(L, 40)))
+    n = data.draw(st.integers(1, 4))
+    some = st.sets(st.integers(0, L - 1), min_size=k, max_size=k).map(sorted)
+    sets = np.array(data.draw(st.lists(some, min_size=n, max_size=n)), np.int64).reshape(n, k)
+    low = data.draw(st.integers(0, max(0, (L - 1).bit_length() - 1)))
+    for code in (Packed(L, k), Bitmap(L, k), Ranked(L, k, low), index_code(L, k)):
+        assert np.array_equal(code.decode(code.encode(sets), n), sets)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_narrow_indices_are_coded_alike(dtype: type[np.integer]) -> None:
+    sets = random_sets(4096, 32, 9)
+    for code in all_codes(4096, 32):
+        assert np.array_equal(code.encode(sets.astype(dtype)), code.encode(sets))
+
+
+@pytest.mark.parametrize(("L", "k"), [(65537, 5), (1 << 17, 3), (1 << 20, 2)])
+def test_blocks_larger_than_sixteen_bits(L: int, k: int) -> None:
+    sets = np.array([np.arange(k), np.arange(L - k, L), np.arange(k) * (L // k)])
+    for code in (Packed(L, k), Bitmap(L, k), index_code(L, k)):
+        assert np.array_equal(code.decode(code.encode(sets), 3), sets)
+
+
+# --- What the bytes are ----------------------------------------------------------------------------------------------------
+
+
+def ranks_on_the_wire(code: Ranked, raw: NDArray[np.uint8], n: int) -> list[int]:
+    """The whole numbers at the head of a ranked code, put together from their limbs."""
+    ranks, at = [0] * n, 0
+    for shift in range(0, code.rank_bits, LIMB):
+        width = min(LIMB, code.rank_bits - shift)
+        limb = unpack(raw[at : at + packed_nbytes(n, width)], n, width)
+        ranks = [r + (int(x) << shift) for r, x in zip(ranks, limb, strict=True)]
+        at += packed_nbytes(n, width)
+    return ranks
+
+
+@pytest.mark.parametrize(("L", "k"), [(L, k) for L in (1, 2, 3, 5, 8, 9) for k in range(1, L + 1)])
+def test_without_low_bits_the_rank_is_the_place_in_an_enumeration_of_all_sets(L: int, k: int) -> None:
+    """The order of the combinatorial number system: by largest element, then the next largest ..."""
+    sets = sorted(itertools.combinations(range(L), k), key=lambda s: s[::-1])
+    code = Ranked(L, k)
+    raw = code.encode(np.array(sets))
+    assert ranks_on_the_wire(code, raw, len(sets)) == list(range(math.comb(L, k)))
+    assert code.rank_bits == max(1, (math.comb(L, k) - 1).bit_length())
+    assert code.decode(raw, len(sets)).tolist() == [list(s) for s in sets]
+
+
+@pytest.mark.parametrize(("L", "k", "low"), [(8, 3, 1), (8, 3, 2), (9, 2, 3), (9, 4, 1), (7, 7, 2), (10, 5, 3), (6, 1, 1)])
+def test_with_low_bits_the_rank_is_the_place_among_all_multisets_of_high_parts(L: int, k: int, low: int) -> None:
+    B = -(-L // 2**low)
+    multisets = sorted(itertools.combinations_with_replacement(range(B), k), key=lambda s: s[::-1])
+    place = {m: i for i, m in enumerate(multisets)}
+    sets = list(itertools.combinations(range(L), k))
+    code = Ranked(L, k, low)
+    raw = code.encode(np.array(sets))
+    assert ranks_on_the_wire(code, raw, len(sets)) == [place[tuple(i >> low for i in s)] for s in sets]
+    assert code.rank_bits == max(1, (len(multisets) - 1).bit_length())
+    head = len(raw) - packed_nbytes(len(sets) * k, low)
+    assert unpack(raw[head:], len(sets) * k, low).tolist() == [i % 2**low for s in sets for i in s]
+
+
+@pytest.mark.parametrize("low", [3, 5, 8])
+def test_the_rank_of_a_large_block_is_a_sum_of_binomials(low: int) -> None:
+    sets = np.concatenate([random_sets(4096, 32, 20), extreme_sets(4096, 32)])
+    code = Ranked(4096, 32, low)
+    by_hand = [sum(math.comb((int(i) >> low) + j, j + 1) for j, i in enumerate(s)) for s in sets]
+    assert ranks_on_the_wire(code, code.encode(sets), len(sets)) == by_hand
+
+
+@pytest.mark.parametrize(("L", "k"), [(1, 1), (4, 2), (7, 3), (8, 8), (9, 4), (10, 5)])
+def test_all_sets_have_different_codes_and_all_of_them_survive(L: int, k: int) -> None:
+    sets = list(itertools.combinations(range(L), k))
+    for code in all_codes(L, k):
+        raw = [code.encode(np.array([s])).tobytes() for s in sets]
+        assert len(set(raw)) == len(sets)
+        together = code.encode(np.array(sets))
+        assert code.decode(together, len(sets)).tolist() == [list(s) for s in sets]
+
+
+@pytest.mark.parametrize(("L", "k", "low"), [(8, 3, 1), (9, 2, 0), (100, 7, 3), (4096, 300, 3)])
+def test_elias_fano_sets_bit_b_plus_j_for_the_jth_high_part(L: int, k: int, low: int) -> None:
+    sets = random_sets(L, k, 5)
+    width = -(-L // 2**low) + k - 1
+    rows = np.zeros((5, -(-width // 8) * 8), bool)
+    for row, s in zip(rows, sets.tolist(), strict=True):
+        row[[(i >> low) + j for j, i in enumerate(s)]] = True
+    raw = EliasFano(L, k, low).encode(sets)
+    head = rows.size // 8
+    assert raw[:head].tobytes() == np.packbits(rows, axis=1, bitorder="little").tobytes()
+    assert unpack(raw[head:], 5 * k, low).tolist() == [i % 2**low for s in sets.tolist() for i in s]
+
+
+def test_a_packed_index_is_a_plain_number_and_a_bitmap_a_row_of_bits() -> None:
+    assert Packed(4096, 2).encode(np.array([[0xABC, 0xFED]])).tolist() == [0xBC, 0xED, 0xFA, 0, 0, 0]
+    assert Bitmap(12, 3).encode(np.array([[0, 3, 9]])).tolist() == [0b00001001, 0b00000010]
+
+
+# --- Sizes -----------------------------------------------------------------------------------------------------------------
+
+
+@every_code([*SIZES, *BLOCKS])
+def test_bits_per_set_are_the_bytes_of_eight_sets(code: IndexCode) -> None:
+    assert code.nbytes(0) == 0
+    assert code.nbytes(8) == code.bits
+    assert code.nbytes(8000) == 1000 * code.bits
+    assert code.bits >= code.bound - 1e-9, "no code can tell more sets apart than it has codes"
+    assert code.bound == pytest.approx(math.log2(math.comb(code.L, code.k)))
+
+
+@pytest.mark.parametrize("k", [8, 16, 32, 64, 128])
+def test_indices_of_a_block_are_within_five_per_cent_of_the_bound(k: int) -> None:
+    code = index_code(4096, k)
+    bound = math.log2(math.comb(4096, k))
+    assert bound <= code.bits <= 1.05 * bound
+    assert code.nbytes(10_000) * 8 <= 1.05 * bound * 10_000
+    assert code.bits < 12 * k
+
+
+@pytest.mark.parametrize("k", [200, 256, 410, 512, 1024, 2048, 4000, 4095])
+def test_large_parts_of_a_block_are_coded_in_bounded_time_and_not_far_above_the_bound(k: int) -> None:
+    """Ranks of a thousand bits and more are not computed with."""
+    code, sets = index_code(4096, k), random_sets(4096, k, 3)
+    assert np.array_equal(code.decode(code.encode(sets), 3), sets)
+    assert code.bits <= 1.15 * code.bound or code.bits <= 4096
+
+
+@pytest.mark.parametrize("L", [1, 2, 3, 5, 8, 31, 64, 100, 257, 1000])
+def test_the_chosen_code_is_never_larger_than_the_plain_ones(L: int) -> None:
+    for k in sorted({1, 2, 3, L // 4, L // 3, L // 2, L - 1, L} & set(range(1, L + 1))):
+        code = index_code(L, k)
+        assert code.bits <= min(Packed(L, k).bits, Bitmap(L, k).bits)
+        assert code.nbytes(1024) <= min(Packed(L, k).nbytes(1024), Bitmap(L, k).nbytes(1024))
+
+
+def test_a_choice_that_is_none_costs_one_bit_at_most() -> None:
+    for L in (1, 2, 64, 100):
+        assert index_code(L, L).bits <= 1
+
+
+# --- Hostile codes ---------------------------------------------------------------------------------------------------------
+
+
+def ranked_code(code: Ranked, rank: int, lows: list[int]) -> NDArray[np.uint8]:
+    """The bytes of one set, from any rank and low bits."""
+    limbs = [
+        pack(np.array([(rank >> at) & (2 ** min(LIMB, code.rank_bits - at) - 1)]), min(LIMB, code.rank_bits - at))
+        for at in range(0, code.rank_bits, LIMB)
+    ]
+    return np.concatenate([*limbs, pack(np.array(lows), code.low) if code.low else np.empty(0, np.uint8)])
+
+
+@pytest.mark.parametrize(("L", "k"), [(5, 2), (12, 5), (100, 3), (100, 50), (1000, 17)])
+def test_a_rank_beyond_the_last_is_refused(L: int, k: int) -> None:
+    for low in range(0, (L - 1).bit_length(), 2):
+        code = Ranked(L, k, low)
+        last = math.comb(code.buckets + k - 1, k)
+        for rank in (last, last + 1, 2**code.rank_bits - 1):
+            if last <= rank < 2**code.rank_bits:
+                with pytest.raises(WireError, match="out of range"):
+                    code.decode(ranked_code(code, rank, [0] * k), 1)
+
+
+@pytest.mark.parametrize(("L", "k"), [(3, 2), (5, 2), (6, 3), (9, 4), (11, 1), (12, 2)])
+def test_every_rank_reads_as_its_set_or_is_refused(L: int, k: int) -> None:
+    """All numbers of the rank's width: the first C(L, k) are the sets in order, all others are refused."""
+    code = Ranked(L, k)
+    sets = sorted(itertools.combinations(range(L), k), key=lambda s: s[::-1])
+    for rank in range(2**code.rank_bits):
+        raw = ranked_code(code, rank, [])
+        if rank < len(sets):
+            assert code.decode(raw, 1).tolist() == [list(sets[rank])]
+        else:
+            with pytest.raises(WireError, match="out of range"):
+                code.decode(raw, 1)
+
+
+def test_equal_and_unordered_low_bits_in_one_bucket_are_refused() -> None:
+    code = Ranked(64, 3, 3)
+    rank = math.comb(2, 1) + math.comb(3, 2) + math.comb(4, 3)  # high parts 2, 2, 2
+    assert code.decode(ranked_code(code, rank, [1, 4, 6]), 1).tolist() == [[17, 20, 22]]
+    for lows in ([1, 1, 6], [1, 4, 4], [4, 1, 6], [6, 4, 1], [0, 0, 0]):
+        with pytest.raises(WireError, match="duplicate"):
+            code.decode(ranked_code(code, rank, lows), 1)
+
+
+def test_an_index_beyond_the_block_in_the_last_bucket_is_refused() -> None:
+    code = Ranked(61, 2, 3)  # eight buckets, the last of five entries
+    rank = math.comb(0, 1) + math.comb(8, 2)  # high parts 0 and 7
+    assert code.decode(ranked_code(code, rank, [0, 4]), 1).tolist() == [[0, 60]]
+    for low in (5, 6, 7):
+        with pytest.raises(WireError, match=f"out of range: {56 + low} in a block of 61"):
+            code.decode(ranked_code(code, rank, [0, low]), 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [([3, 3], "duplicate"), ([5, 2], "duplicate"), ([0, 100], "out of range: 100"), ([126, 127], "out of range: 127")],
+)
+def test_packed_indices_that_are_no_set_are_refused(row: list[int], message: str) -> None:
+    code = Packed(100, 2)
+    raw = pack(np.array([1, 2, *row, 3, 99]), 7)
+    with pytest.raises(WireError, match=message):
+        code.decode(raw, 3)
+    assert code.decode(raw, 3, 2, 3).tolist() == [[3, 99]], "a sound set elsewhere can still be read"
+
+
+def test_elias_fano_rows_that_are_no_set_are_refused() -> None:
+    code = EliasFano(61, 3, 3)  # eight buckets, the last of five entries; a row has 8 + 3 - 1 bits
+
+    def row(bits: list[int], lows: list[int]) -> NDArray[np.uint8]:
+        marks = np.isin(np.arange(16), bits)
+        return np.concatenate([np.packbits(marks, bitorder="little"), pack(np.array(lows), 3)])
+
+    assert code.decode(row([0, 3, 9], [7, 1, 4]), 1).tolist() == [[7, 17, 60]]
+    for bits, lows, message in [
+        ([0, 3], [0, 1, 2], "does not mark 3"),
+        ([0, 3, 5, 9], [0, 1, 2], "does not mark 3"),
+        ([0, 3, 10], [0, 1, 2], "padding"),
+        ([0, 3, 9], [0, 1, 5], "out of range: 61 in a block of 61"),
+        ([0, 1, 2], [0, 0, 1], "duplicate"),
+        ([0, 1, 2], [4, 2, 5], "duplicate"),
+    ]:
+        with pytest.raises(WireError, match=message):
+            code.decode(row(bits, lows), 1)
+
+
+def test_an_index_out_of_range_hidden_before_a_good_one_is_refused() -> None:
+    with pytest.raises(WireError):
+        Packed(100, 2).decode(pack(np.array([120, 5]), 7), 1)
+
+
+@pytest.mark.parametrize("marked", [0, 2, 4, 12])
+def test_a_bitmap_with_another_number_of_marks_is_refused(marked: int) -> None:
+    raw = np.packbits(np.arange(12) < marked, bitorder="little")
+    with pytest.raises(WireError, match="does not mark 3"):
+        Bitmap(12, 3).decode(raw, 1)
+
+
+@pytest.mark.parametrize("code", [Packed(100, 3), Bitmap(100, 3), Ranked(100, 3, 0), Ranked(100, 3, 2), Ranked(1000, 17, 6)])
+def test_padding_that_is_not_zero_is_refused(code: IndexCode) -> None:
+    """Whatever bit is flipped, another set is read or the code is refused: no two codes say the same."""
+    n = 3
+    raw = code.encode(random_sets(code.L, code.k, n))
+    before, refused = code.decode(raw, n), []
+    for bit in range(8 * len(raw)):
+        flipped = raw.copy()
+        flipped[bit // 8] ^= 1 << (bit % 8)
+        try:
+            assert not np.array_equal(code.decode(flipped, n), before)
+        except WireError as error:
+            refused.append(str(error))
+    padding = [r for r in refused if "padding" in r]
+    spare = 8 * code.nbytes(n) - n * (code.L if isinstance(code, Bitmap) else code.bits)
+    assert len(padding) == spare > 0
+
+
+@given(st.data())
+@settings(calm, max_examples=300)
+def test_any_bytes_are_a_set_or_are_refused(data: st.DataObject) -> None:
+    L, k = data.draw(st.sampled_from([(5, 2), (64, 4), (100, 30), (61, 2), (4096, 8), (64, 40)]))
+    code = data.draw(st.sampled_from(all_codes(L, k)))
+    n = data.draw(st.integers(1, 3))
+    raw = np.frombuffer(data.draw(st.binary(min_size=code.nbytes(n), max_size=code.nbytes(n))), np.uint8)
+    try:
+        sets = code.decode(raw, n)
+    except WireError:
+        return
+    assert sets.shape == (n, k)
+    assert sets.min() >= 0
+    assert sets.max() < L
+    assert (np.diff(sets, axis=1) > 0).all()
+    assert np.array_equal(code.encode(sets), raw), "one set, one code"

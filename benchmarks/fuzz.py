@@ -1,4 +1,4 @@
-"""Messages made to do harm: `python benchmarks/fuzz.py --messages 1000000`.
+"""Messages made to do harm: `python -m benchmarks.fuzz --messages 1000000`.
 
 Good messages of several codecs are mutated (bits, bytes, numbers that mean something, cuts, additions, swaps, splices) and read
 as an exchange reads them. Every second one is sealed again with the right checksum, as somebody who means harm would do.

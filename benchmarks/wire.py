@@ -75,7 +75,9 @@ class DeMo:
     def fast(self, name: str) -> None:
         self.rounds += 1
         m, senders = self.momenta[name], Mean(over="senders")
-        got = share(self.link, FAST[name], m, self.grads, round=self.rounds, decay=DECAY, scale=1.0, mean=senders)
+        got = share(
+            self.link, FAST[name], m, self.grads, round=self.rounds, decay=DECAY, scale=1.0, mean=senders, withdraw=False
+        )
         self.link.commit()
         got.take_from(m)
         for _, p, q in got.each(self.params):

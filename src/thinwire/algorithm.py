@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thinwire.codecs import Codec, Dense
+from thinwire.codecs import Codec, Dense, Mean
 from thinwire.errors import (
     CheckpointError,
     ConfigError,
@@ -135,7 +135,14 @@ class Algorithm(Optimizer):
         """The paper goes here: called at every step at which the schedule says so."""
         raise NotImplementedError
 
-    def average(self, tensors: Sequence[Tensor], *, want_sent: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+    def average(
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        want_sent: bool = False,
+        mean: Mean | None = None,
+        weight: float | None = None,
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """The network line: mean over all workers of what each one's message decodes to, and what I sent."""
         return average(
             self.link,
@@ -145,6 +152,8 @@ class Algorithm(Optimizer):
             want_sent=want_sent,
             withdraw=self._withdrawn,
             any_shard=self.shards.any,
+            mean=mean,
+            weight=weight,
         )
 
     def commit(self) -> None:

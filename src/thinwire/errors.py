@@ -1,7 +1,7 @@
 """Every error that thinwire raises on purpose.
 
-Two families. `ConfigError` is the user's to fix before anything runs: the command line turns it into one line and exit
-code 2. `LinkError` and its kin come from the wire: they always name the rank and the round.
+`ConfigError` and its kin are the user's to fix before anything runs: the command line turns them into one line and exit code 2.
+`LinkError` comes from the wire and names the rank and the round; `WireError` comes from a message and names its sender.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ class Options(TypedDict, total=False):
     Attributes:
         round: number of the round, for codecs that change with it.
         want_sent: also return what the others decode of this worker's own message (for error feedback).
-        withdraw: this worker knows that it has nothing good to give: refuse the round on all workers in its name.
+        withdraw: this worker knows that it has nothing good to give: refuse the round on all workers in its name. Of `share`,
+            False says that the caller has found its tensors finite; by default `share` looks itself.
         any_shard: where the worker's model is sharded over processes, tells whether any of them raised its flag, so that all
             shards of a worker refuse a round together.
         mean: how the contributions are combined; only the plain mean can be left to the wire, so a linear codec takes no other.
@@ -59,7 +60,7 @@ class Options(TypedDict, total=False):
     want_sent: bool
     withdraw: bool
     any_shard: AnyShard
-    mean: Mean
+    mean: Mean | None
     weight: float | None
 
 
@@ -79,6 +80,7 @@ def average(
 
     Raises:
         NonFiniteRound: on every worker, when any contribution (or the sum) is not finite.
+        WireError: a message that is not what it should be.
     """
     return post_average(link, codec, tensors, **options).wait()
 
@@ -259,10 +261,12 @@ class PendingAverage:
 # --- Tensors that live in the domain of a transform --------------------------------------------------------------------
 
 
-def share(link: Link, chain: Chain, slots: Sequence[Tensor], like: Sequence[Tensor], **options: Unpack[ShareOptions]) -> Share:
+def share(link: Link, chain: Codec, slots: Sequence[Tensor], like: Sequence[Tensor], **options: Unpack[ShareOptions]) -> Share:
     """Exchange what a chain keeps of slots, without a copy of the model: `average` for state in the domain of a transform.
 
-    Nothing is applied: after `link.commit()` take what was sent off the slots, and go through the mean piece by piece.
+    Nothing is applied: after `link.commit()` take what was sent off the slots, and go through the mean piece by piece. What
+    is accumulated on the way (see `ShareOptions`) stays in the slots whatever becomes of the round; a tensor that is not
+    finite is not.
 
     Args:
         link: the wire.
@@ -292,13 +296,13 @@ class ShareOptions(Options, total=False):
 
 def post_share(
     link: Link,
-    chain: Chain,
+    chain: Codec,
     slots: Sequence[Tensor],
     like: Sequence[Tensor],
     *,
     round: int = 0,
     want_sent: bool = True,  # noqa: ARG001  (costs nothing here)
-    withdraw: bool = False,
+    withdraw: bool | None = None,
     any_shard: AnyShard = _alone,
     mean: Mean | None = None,
     weight: float | None = None,
@@ -306,14 +310,18 @@ def post_share(
     scale: float | None = None,
 ) -> PendingShare:
     """Start a `share`; compute while it is under way and call `wait()` on the result later."""
+    chain = Chain.of(chain)
     shapes = [torch.empty_like(t, device="meta") for t in like]
     mail = Mail(link, chain, shapes, round, any_shard, mean or Mean(), weight)
+    bad = withdraw if withdraw is not None else scale is not None and not all_finite(like)
+    if bad:
+        scale = None  # slots outlive the round: nothing bad may enter them
     encoded = chain.encode_slots(slots, like, round=round, decay=decay, scale=scale)
     body = encoded.payload
     if chain.linear:
         data = body.data if weight is None else body.data * weight
         body = body.like(torch.cat([data, data.new_zeros(mail.spare)]))
-    return PendingShare(mail, mail.post(body, withdraw or not encoded.finite), encoded)
+    return PendingShare(mail, mail.post(body, bad or not encoded.finite), encoded)
 
 
 @dataclass

@@ -143,7 +143,8 @@ def test_trimmed_columns_are_the_mean_of_the_middle(workers: int, trimmed: float
 
 
 @pytest.mark.parametrize(
-    ("workers", "trimmed", "left"), [(5, 0.2, 3), (10, 0.3, 4), (10, 0.1, 8), (4, 0.2, 4), (3, 0.34, 1), (7, 0.4, 3)]
+    ("workers", "trimmed", "left"),
+    [(5, 0.2, 3), (10, 0.3, 4), (10, 0.1, 8), (4, 0.2, 4), (3, 0.34, 1), (7, 0.4, 3), (100, 0.29, 42)],
 )
 def test_how_many_are_left_out(workers: int, trimmed: float, left: int) -> None:
     """0.3 times 10 is three, whatever floats say."""
@@ -184,6 +185,14 @@ def test_entries_by_hand() -> None:
     weights = np.array([3.0, 1.0], np.float32)
     assert Mean().entries(places, values, weights)[1].tolist() == [14 / 4, 3 / 4, -2 / 4]
     assert Mean(over="senders").entries(places, values, weights)[1].tolist() == [14 / 4, 1.0, -2.0]
+
+
+def test_an_entry_that_only_workers_without_weight_sent_is_zero() -> None:
+    """A weight of zero is allowed; zero over zero must not reach the model."""
+    places, values = np.array([[0], [1]]), np.array([[1.0], [2.0]], np.float32)
+    for over in ("workers", "senders"):
+        place, mean = Mean(over=over).entries(places, values.copy(), np.array([0, 1], np.float32))
+        assert dict(zip(place.tolist(), mean.tolist(), strict=True)) == {0: 0.0, 1: 2.0}
 
 
 def test_entries_that_all_sent_are_columns() -> None:

@@ -69,6 +69,18 @@ def test_extreme_sets_survive(code: IndexCode) -> None:
     assert np.array_equal(code.decode(code.encode(sets), len(sets)), sets)
 
 
+@every_code([*SIZES, *BLOCKS])
+def test_the_last_sets_survive(code: IndexCode) -> None:
+    """Their ranks are just below the number of all sets, where a float cannot tell them from ranks beyond the last."""
+    L, k = code.L, code.k
+    sets = [np.arange(L - k, L)]
+    if k < L:
+        sets += [np.arange(L - k - 1, L - 1), *(np.r_[i, np.arange(L - k + 1, L)] for i in (0, L - k - 1))]
+        sets += [np.r_[np.arange(j), np.arange(L - k + j, L)] for j in range(0, k, 1 + k // 20)]
+    rows = np.stack(sets)
+    assert np.array_equal(code.decode(code.encode(rows), len(rows)), rows)
+
+
 @every_code([(100, 3), (100, 50), (300, 120), (4096, 32)])
 def test_any_range_of_sets_reads_as_from_the_whole(code: IndexCode) -> None:
     sets = random_sets(code.L, code.k, 19)

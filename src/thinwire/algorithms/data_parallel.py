@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.algorithm import Policy, Wrapper
-from thinwire.codecs import Codec
+from thinwire.codecs import Codec, Dense
+from thinwire.errors import ConfigError
 from thinwire.links.base import Link
 from thinwire.links.shards import local
 
@@ -36,7 +37,8 @@ class DataParallel(Wrapper):
     Args:
         inner: any torch optimizer.
         link: this worker's end of the wire.
-        codec: what is sent of the gradients; dense float32 by default.
+        codec: `Dense` in a format of choice; float32 by default. Codecs that leave something out need a method that feeds it
+            back.
         policy: see `thinwire.algorithm.Policy`. A refused round skips the step on all workers.
     """
 
@@ -45,6 +47,10 @@ class DataParallel(Wrapper):
 
     def __init__(self, inner: Optimizer, link: Link, *, codec: Codec | None = None, **policy: Unpack[Policy]):
         """Wrap `inner`."""
+        if codec is not None and not isinstance(codec, Dense):
+            raise ConfigError(
+                f"DataParallel sends whole gradients, without error feedback: its codec is a Dense one, got {codec!r}"
+            )
         super().__init__(inner, link, codec=codec, **policy)
 
     def message(self) -> list[Tensor]:

@@ -15,6 +15,8 @@ from thinwire.errors import ConfigError, check_choice
 Floats = NDArray[np.float32]
 Places = NDArray[np.int64]
 
+_LARGEST_FACTOR = 1e30  # what is scaled up to a median norm from next to nothing stays within float32
+
 
 @dataclass(frozen=True)
 class Mean:
@@ -26,7 +28,7 @@ class Mean:
         clip_norm: scale a contribution whose norm is larger down to this norm.
         median_norm: scale every contribution to the median of all norms (Covenant-72B), so that none can outweigh the others.
         trimmed: leave out this fraction of the values at either end of each entry, 0 <= trimmed < 0.5; over senders, of those
-            that were sent. With one liar among few senders, choose it above 1 / senders.
+            that were sent. Against one liar among few senders it must be at least 1 / senders.
     """
 
     over: Literal["workers", "senders"] = "workers"
@@ -59,7 +61,21 @@ class Mean:
             scaled = [float(np.median(norms))] * len(scaled)
         if self.clip_norm is not None:
             scaled = [min(n, self.clip_norm) for n in scaled]
-        return [s / n if n else 1.0 for s, n in zip(scaled, norms, strict=True)]
+        return [min(s / n, _LARGEST_FACTOR) if n else 1.0 for s, n in zip(scaled, norms, strict=True)]
+
+    def weights(self, weights: Sequence[float] | None, workers: int) -> Floats:
+        """The weights as an array, ones by default.
+
+        Raises:
+            ConfigError: not one for each worker, or given for a trimmed mean, which takes none.
+        """
+        if weights is None:
+            return np.ones(workers, np.float32)
+        if len(weights) != workers:
+            raise ConfigError(f"{len(weights)} weights for {workers} workers")
+        if self.trimmed:
+            raise ConfigError(f"a trimmed mean takes no weights, got {list(weights)} with {self!r}")
+        return np.asarray(weights, np.float32)
 
     @np.errstate(over="ignore", invalid="ignore")  # a sum that overflows is found by the exchange, which refuses the round
     def columns(self, values: Floats, weights: Floats) -> Floats:

@@ -72,7 +72,8 @@ class Codec(ABC):
         Raises:
             WireError: a message that says something impossible; nothing has been changed.
         """
-        mean, shares = mean or Mean(), [1.0] * len(payloads) if weights is None else list(weights)
+        mean = mean or Mean()
+        shares = mean.weights(weights, len(payloads)).tolist()
         factors = [1.0] * len(payloads)
         if mean.needs_norms:
             factors = mean.factors([_norm(self.decode(p, like, round=round)) for p in payloads])

@@ -33,6 +33,8 @@ def pack(numbers: NDArray[np.integer], width: int) -> Bytes:
         uint8 [packed_nbytes(N, width)].
     """
     count, (q, r) = len(numbers), divmod(width, 8)
+    if numbers.itemsize < q:
+        numbers = numbers.astype(np.uint64)
     out = np.empty(packed_nbytes(count, width), np.uint8)
     if q:
         little = np.ascontiguousarray(numbers).view(np.uint8).reshape(count, numbers.itemsize)

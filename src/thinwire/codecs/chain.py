@@ -29,7 +29,8 @@ from thinwire.codecs.bits import Bytes
 from thinwire.codecs.indices import IndexCode, index_code
 from thinwire.codecs.layout import Batch, Group, Layout, Piece, Shape, matrix_of, padded
 from thinwire.codecs.received import Received
-from thinwire.codecs.selection import All, Selection, largest
+from thinwire.codecs.selection import All, Selection
+from thinwire.codecs.stage import Stage
 from thinwire.codecs.transforms import Identity, Transform
 from thinwire.codecs.values import DENSE_GROUP, Float, Floats, Values
 from thinwire.errors import ConfigError
@@ -172,18 +173,16 @@ class Chain(Codec):
         raise ConfigError(f"a chain is made of {_ORDER}, got {stage!r}")
 
     def __rshift__(self, after: Codec) -> Chain:
-        names = list(_KINDS.values())
-        stages, mine = Chain.of(after)._stages(), self._stages()
-        if mine and stages and names.index(next(iter(stages))) <= names.index(list(mine)[-1]):
-            raise ConfigError(f"{self!r} >> {after!r} is not a chain: {_ORDER}, each at most once and in this order")
-        return replace(self, **stages)
+        check_order(self, after)
+        return replace(self, **Chain.of(after).stages())
 
-    def _stages(self) -> dict[str, Any]:
-        """The stages that do something."""
-        return {name: stage for name in _KINDS.values() if (stage := getattr(self, name)) != getattr(_NOTHING(), name)}
+    def stages(self) -> dict[str, Any]:
+        """The stages that do something, in order."""
+        return {name: stage for name in _KINDS.values() if (stage := getattr(self, name)) != getattr(Chain, name)}
 
     def __repr__(self) -> str:
-        return " >> ".join(map(repr, self._stages().values())) or repr(self.values)
+        """Equal chains are written alike."""
+        return " >> ".join(map(repr, self.stages().values())) or repr(self.values)
 
     # --- Sizes ---------------------------------------------------------------------------------------------------------
 
@@ -202,9 +201,12 @@ class Chain(Codec):
 
     def slot_shapes(self, like: Sequence[Tensor]) -> list[Shape]:
         """Shape of each tensor in the domain of the transform."""
+        self._check_fixed()
+        return self.plan(like).layout.slot_shapes()
+
+    def _check_fixed(self) -> None:
         if self.transform.changes:
             raise ConfigError(f"no state can live in the domain of {self.transform!r}: it is another one in each round")
-        return self.plan(like).layout.slot_shapes()
 
     # --- Into the domain of the transform --------------------------------------------------------------------------------
 
@@ -218,6 +220,7 @@ class Chain(Codec):
             scale: multiplies the tensors.
         """
         layout = self.plan(tensors).layout
+        self._check_fixed()
         _check_slots(slots, layout)
         for group in layout.groups:
             work = _Workspace(group, tensors[group.grids[0].index].device)
@@ -290,6 +293,7 @@ class Chain(Codec):
                 else the slots are not changed.
         """
         plan = self.plan(like)
+        self._check_fixed()
         _check_slots(slots, plan.layout)
 
         def coefficients(batch: Batch, work: _Workspace) -> list[Tensor]:
@@ -324,7 +328,7 @@ class Chain(Codec):
         body = torch.from_numpy(np.concatenate(parts)).to(tensors[0].device if tensors else "cpu")
         if self.linear:
             assert isinstance(self.values, Float)
-            body = body.view(self.values.wire_dtype)
+            body = body.view(self.values.wire_dtype) if body.numel() else body.to(self.values.wire_dtype)
         return Encoded(Payload(body), finite, self, plan, kept, torch.from_numpy(read), round)
 
     def _keep(
@@ -339,7 +343,7 @@ class Chain(Codec):
             if indices is not None:
                 for part, (_, rows, _) in zip(parts, _rows(batch), strict=True):
                     at = slice(batch.start + rows.start, batch.start + rows.stop)
-                    indices[at], values[at] = largest(part, (group.h, group.w), k)
+                    indices[at], values[at] = self.selection.choose(part, (group.h, group.w))
                 continue
             place = batch.places(self._indices(section, indices, batch, round))
             for part, (_, rows, base) in zip(parts, _rows(batch), strict=True):
@@ -390,13 +394,21 @@ class Chain(Codec):
         return Received(self, self.plan(like), payloads, device, round, mean or Mean(), weights, own)
 
 
+def check_order(before: Codec, after: Codec) -> None:
+    """Refuse two codecs that cannot follow each other in a chain."""
+    kinds = list(_KINDS)
+
+    def places(codec: Codec) -> list[int]:
+        parts = codec.stages().values() if isinstance(codec, Chain) else [codec]
+        return [i for part in parts for i, kind in enumerate(kinds) if isinstance(part, kind)]
+
+    first, second = places(before), places(Chain.of(after) if not isinstance(after, Stage) else after)
+    if first and second and second[0] <= first[-1]:
+        raise ConfigError(f"{before!r} >> {after!r} is not a chain: {_ORDER}, each at most once and in this order")
+
+
 _KINDS = {Transform: "transform", Selection: "selection", Values: "values"}
 _ORDER = "a transform >> a selection >> a value format"
-
-
-@functools.cache
-def _NOTHING() -> Chain:
-    return Chain()
 
 
 @functools.lru_cache(maxsize=64)
@@ -404,18 +416,19 @@ def _plan(chain: Chain, shapes: tuple[Shape, ...]) -> Plan:
     selection, values = chain.selection, chain.values
 
     def whole(numel: int, blocks: int, L: int) -> bool:
-        if isinstance(selection, All):  # nothing is left out: a transform must not cost bytes for the padding of its blocks
-            return isinstance(chain.transform, Identity) or blocks * L > numel
         k = selection.count(L)
-        indices = index_code(L, k).nbytes(blocks) if selection.indexed else 0
-        return indices + values.nbytes_of(blocks * k, k) >= values.nbytes_of(numel, DENSE_GROUP)
+        indices = blocks * index_code(L, k).bits if selection.indexed else 0
+        sparse, dense = indices + values.bits_of(blocks * k, k), values.bits_of(numel, DENSE_GROUP)
+        if isinstance(selection, All):  # nothing is left out: a transform must not cost bytes for padding or scales
+            return isinstance(chain.transform, Identity) or sparse > dense
+        return sparse >= dense
 
     layout = Layout.of(shapes, chain.transform, whole)
     sections = []
     at = 0
     for group in layout.groups:
         k = selection.count(group.L)
-        code = index_code(group.L, k) if selection.indexed else None
+        code = index_code(group.L, k, group.blocks) if selection.indexed else None
         middle = at + (code.nbytes(group.blocks) if code else 0)
         stop = middle + values.nbytes_of(group.blocks * k, k)
         sections.append(Section(group, k, code, at, middle, stop))

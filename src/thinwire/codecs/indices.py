@@ -140,7 +140,7 @@ class Bitmap(IndexCode):
         return np.packbits(kept, axis=1, bitorder="little").reshape(-1)
 
     def _read(self, code: Bytes, n: int, start: int, stop: int) -> Indices:
-        rows = code.reshape(n, -1)[start:stop]
+        rows = code.reshape(n, self.bits // 8)[start:stop]
         kept = np.unpackbits(rows, axis=1, bitorder="little", count=self.L)
         if not (kept.sum(axis=1, dtype=np.int64) == self.k).all():
             raise WireError(f"a bitmap does not mark {self.k} entries of a block")
@@ -148,7 +148,7 @@ class Bitmap(IndexCode):
 
     def _padding(self, code: Bytes, n: int) -> bool:
         spare = self.bits - self.L
-        return not spare or not (code.reshape(n, -1)[:, -1] >> np.uint8(8 - spare)).any()
+        return not spare or not (code.reshape(n, self.bits // 8)[:, -1] >> np.uint8(8 - spare)).any()
 
 
 @dataclass(frozen=True)
@@ -368,8 +368,8 @@ def _binomials(B: int, k: int) -> _Binomials:
 
 
 @functools.lru_cache(maxsize=256)
-def index_code(L: int, k: int) -> IndexCode:
-    """The shortest code for k out of L among those with tables of bounded size.
+def index_code(L: int, k: int, n: int = 8) -> IndexCode:
+    """The shortest code for n sets of k out of L among those with tables of bounded size.
 
     Of the ranks, the one with the most low bits (and so the smallest numbers) within 3% of the bound, or else the shortest.
     """
@@ -377,4 +377,4 @@ def index_code(L: int, k: int) -> IndexCode:
     ranks = [r for r in (Ranked(L, k, low) for low in lows) if r.affordable]
     near = [r for r in ranks if r.bits <= _SLACK * Ranked(L, k).bound] or sorted(ranks, key=lambda r: -r.bits)
     codes: list[IndexCode] = [Packed(L, k), Bitmap(L, k), *(EliasFano(L, k, low) for low in lows), *near[-1:]]
-    return min(codes, key=lambda c: c.bits * (1.01 if isinstance(c, Ranked) else 1))  # a rank must be worth its arithmetic
+    return min(codes, key=lambda c: c.nbytes(n) * (1.01 if isinstance(c, Ranked) else 1))  # a rank must be worth its arithmetic

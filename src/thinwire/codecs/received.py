@@ -33,6 +33,11 @@ _HOT = 1 << 18  # entries of a piece that is still in the second-level cache whe
 _DENSE_ROW = 8  # entries per row from which on a dense product is faster than a sparse one
 
 
+def _bytes(payload: Payload) -> Bytes:
+    data = payload.data.detach().cpu()
+    return data.view(torch.uint8).numpy() if data.numel() else np.empty(0, np.uint8)
+
+
 class Received:
     """The messages of all workers in one round, known to be sound.
 
@@ -63,8 +68,8 @@ class Received:
     ):
         """Check everything."""
         self.chain, self.plan, self.device, self.round, self.mean = chain, plan, device, round, mean
-        self._bodies = [p.data.detach().view(torch.uint8).cpu().numpy() for p in payloads]
-        self._weights = np.ones(len(payloads), np.float32) if weights is None else np.asarray(weights, np.float32)
+        self._bodies = [_bytes(p) for p in payloads]
+        self._weights = mean.weights(weights, len(payloads))
         kept = sum(s.count for s in plan.sections if s.code) * 2 * len(payloads)
         self._kept: list[list[NDArray[np.integer]]] | None = [] if kept <= _KEEP else None
         self._largest = 0.0
@@ -85,7 +90,7 @@ class Received:
 
     def _unchanged(self, rank: int, encoded: Encoded) -> bool:
         """Whether a worker's message came back as it was sent, and as something that may be sent."""
-        return encoded.finite and np.array_equal(self._bodies[rank], encoded.payload.data.view(torch.uint8).cpu().numpy())
+        return encoded.finite and np.array_equal(self._bodies[rank], _bytes(encoded.payload))
 
     def _check_own(self, encoded: Encoded) -> float:
         """What `_check` does, for the message that this worker made itself."""

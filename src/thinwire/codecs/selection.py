@@ -17,7 +17,7 @@ from torch import Tensor
 
 from thinwire.codecs.shared_seed import numbers
 from thinwire.codecs.stage import Stage
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, check_whole_number
 
 Indices = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -53,6 +53,10 @@ class Selection(Stage):
     def positions(self, L: int, round: int, start: int, stop: int) -> Indices:
         """Which entries of blocks `start` to `stop`, [stop - start, count(L)] in ascending order, without looking at them."""
 
+    def choose(self, strips: Tensor, block: tuple[int, int]) -> tuple[Indices, Floats]:
+        """Of a selection that is `indexed`: which entries of the blocks of a matrix, and their values; see `largest`."""
+        raise NotImplementedError(f"{type(self).__name__} is indexed, so it must choose by looking at the entries")
+
 
 @dataclass(frozen=True, repr=False)
 class All(Selection):
@@ -82,6 +86,10 @@ class TopK(Selection):
         """Cannot be told without looking."""
         raise TypeError("which entries are largest cannot be told without looking at them")
 
+    def choose(self, strips: Tensor, block: tuple[int, int]) -> tuple[Indices, Floats]:
+        """The largest."""
+        return largest(strips, block, self.count(block[0] * block[1]))
+
 
 @dataclass(frozen=True, repr=False)
 class RandomK(Selection):
@@ -95,6 +103,11 @@ class RandomK(Selection):
     """
 
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check k and the seed."""
+        super().__post_init__()
+        check_whole_number("the seed of RandomK", self.seed, least=0)
 
     def positions(self, L: int, round: int, start: int, stop: int) -> Indices:
         """The set of this round, shifted."""

@@ -31,6 +31,9 @@ class Stage(Codec):
         return Chain.of(self)
 
     def __rshift__(self, after: Codec) -> Chain:
+        from thinwire.codecs.chain import check_order
+
+        check_order(self, after)
         return self.chain >> after
 
     def __repr__(self) -> str:

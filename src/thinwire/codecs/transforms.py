@@ -117,6 +117,11 @@ class RandomOrthogonal(Hadamard):
 
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        """Check the block and the seed."""
+        super().__post_init__()
+        check_whole_number("the seed of RandomOrthogonal", self.seed, least=0)
+
     @property
     def changes(self) -> bool:
         """In every round."""

@@ -32,6 +32,10 @@ class Values(Stage):
         """Length of `count` values that come k to a block."""
 
     @abstractmethod
+    def bits_of(self, count: int, k: int) -> float:
+        """Bits that so many values take among many others: their length without any rounding up."""
+
+    @abstractmethod
     def write(self, values: Floats, k: int) -> tuple[Bytes, Floats]:
         """The bytes of `values` [count], and what `read` will make of them."""
 
@@ -66,6 +70,10 @@ class Float(Values):
     def nbytes_of(self, count: int, k: int) -> int:  # noqa: ARG002
         """Two or four bytes each."""
         return count * self.wire_dtype.itemsize
+
+    def bits_of(self, count: int, k: int) -> float:
+        """As above."""
+        return 8 * self.nbytes_of(count, k)
 
     def write(self, values: Floats, k: int) -> tuple[Bytes, Floats]:  # noqa: ARG002
         """Cast."""
@@ -113,6 +121,9 @@ class Scaled(Values):
     def _restore(self, codes: NDArray[np.integer], scales: Floats) -> Floats:
         """Values from codes [...] and the scales [..., scales] of their groups."""
 
+    def _check_codes(self, codes: NDArray[np.integer]) -> None:
+        """Refuse codes that no sender writes; most formats have none."""
+
     def _group(self, k: int) -> int:
         return self.group or k
 
@@ -122,6 +133,10 @@ class Scaled(Values):
     def nbytes_of(self, count: int, k: int) -> int:
         """Two bytes per scale, and the packed codes."""
         return 2 * self.scales * -(-count // self._group(k)) + packed_nbytes(count, self.width)
+
+    def bits_of(self, count: int, k: int) -> float:
+        """The codes, and their share of the scales."""
+        return count * (self.width + 16 * self.scales / self._group(k))
 
     def write(self, values: Floats, k: int) -> tuple[Bytes, Floats]:
         """Scale, round, pack."""
@@ -141,6 +156,8 @@ class Scaled(Values):
 
     def read(self, raw: Bytes, count: int, k: int, start: int, stop: int, *, check: bool = True) -> Floats:
         """Unpack and scale."""
+        if stop <= start:
+            return np.empty(0, np.float32)
         g = self._group(k)
         head = 2 * self.scales * -(-count // g)
         first, last = start // g, -(-stop // g)
@@ -151,6 +168,8 @@ class Scaled(Values):
             if stop == count and not padding_is_zero(raw[head:], count, self.width):
                 raise WireError("the padding of a value section is not zero")
         codes = unpack(raw[head:], count, self.width, start, stop)
+        if check:
+            self._check_codes(codes)
         values = self._scale(codes, scales, start - first * g, g)
         return _finite("value", values) if check else values
 
@@ -165,6 +184,10 @@ class Scaled(Values):
 @dataclass(frozen=True, repr=False)
 class Int8(Scaled):
     """Whole numbers -127 to 127 times max|x| / 127 of the group."""
+
+    def _check_codes(self, codes: NDArray[np.integer]) -> None:
+        if (codes == 128).any():
+            raise WireError("an int8 code of -128, where -127 to 127 are used")
 
     def _quantise(self, groups: Floats, counts: Floats) -> tuple[Floats, NDArray[np.integer]]:  # noqa: ARG002
         scale = _bf16(np.abs(groups).max(axis=1, initial=0) / 127)
@@ -215,11 +238,13 @@ class TwoBit(Scaled):
     def _quantise(self, groups: Floats, counts: Floats) -> tuple[Floats, NDArray[np.integer]]:
         size = np.abs(groups)
         there = np.arange(groups.shape[1]) < counts[:, None]
-        large = (size > (size.sum(axis=1) / counts)[:, None]) & there
+        large = (size > _mean(size, counts)[:, None]) & there
         many = large.sum(axis=1)
-        upper = (size * large).sum(axis=1)
-        means = np.stack([(size.sum(axis=1) - upper) / np.maximum(counts - many, 1), upper / np.maximum(many, 1)], axis=1)
-        return _bf16(np.maximum(means, 0)), (np.signbit(groups) + 2 * large).astype(np.uint8)
+        small = _mean(np.where(large, 0, size), np.maximum(counts - many, 1))
+        return (
+            _bf16(np.stack([small, _mean(size * large, np.maximum(many, 1))], axis=1)),
+            (np.signbit(groups) + 2 * large).astype(np.uint8),
+        )
 
     def _restore(self, codes: NDArray[np.integer], scales: Floats) -> Floats:
         size = np.where(codes & 2, scales[..., 1], scales[..., 0])
@@ -233,10 +258,15 @@ class Sign(Scaled):
     width = 1
 
     def _quantise(self, groups: Floats, counts: Floats) -> tuple[Floats, NDArray[np.integer]]:
-        return _bf16(np.abs(groups).sum(axis=1) / counts)[:, None], np.signbit(groups).astype(np.uint8)
+        return _bf16(_mean(np.abs(groups), counts))[:, None], np.signbit(groups).astype(np.uint8)
 
     def _restore(self, codes: NDArray[np.integer], scales: Floats) -> Floats:
         return np.where(codes, -scales[..., 0], scales[..., 0])
+
+
+def _mean(groups: Floats, counts: NDArray[np.number]) -> Floats:
+    """Mean of each group; summed in float64, since the sum of values that float32 holds may not fit."""
+    return (groups.sum(axis=1, dtype=np.float64) / counts).astype(np.float32)
 
 
 def _bf16(values: Floats) -> Floats:

@@ -68,7 +68,7 @@ SHAPES: list[tuple[int, ...]] = [(9, 20), (3,), (70,), (2, 3, 5)]
 CODECS: list[Codec] = [
     DCT(8) >> TopK(3) >> Float("fp32"),
     Hadamard(8) >> TopK(2) >> Int8(),
-    Identity(16) >> TopK(20) >> Fp4(),  # ranks of more than one limb
+    Identity(16) >> TopK(20) >> Fp4(),
     TopK(4) >> TwoBit(),
     TopK(2) >> Float("fp16"),
     RandomOrthogonal(8, seed=5) >> TopK(1) >> Sign(),  # indices packed one by one
@@ -78,7 +78,11 @@ CODECS: list[Codec] = [
     Sign(),
     Dense("bf16", gather=True),
 ]
-LARGE: list[Codec] = [TopK(256) >> Sign(), TopK(1024) >> TwoBit()]  # the other index codes need blocks of 64 x 64
+LARGE: list[tuple[Codec, tuple[int, ...]]] = [
+    (Identity(16) >> TopK(20) >> Fp4(5), (16, 128)),  # ranks of more than one limb
+    (TopK(256) >> Sign(), (64, 64)),  # gaps in rows of bits
+    (TopK(1024) >> TwoBit(), (64, 64)),  # a bitmap
+]
 MEANS = [Mean(), Mean(over="senders"), Mean(clip_norm=1.0, median_norm=True), Mean(trimmed=0.3), Mean("senders", trimmed=0.4)]
 
 
@@ -323,7 +327,7 @@ class _FromBody(Exception):
 
 def cases() -> list[Case]:
     """Every codec, the means in turns."""
-    lists = [*((codec, SHAPES) for codec in CODECS), *((codec, [(64, 64)]) for codec in LARGE)]
+    lists = [*((codec, SHAPES) for codec in CODECS), *((codec, [shape]) for codec, shape in LARGE)]
     return [Case(codec, shapes, MEANS[i % len(MEANS)]) for i, (codec, shapes) in enumerate(lists)]
 
 

@@ -163,12 +163,13 @@ def lay_out(codec: Codec, shapes: Sequence[Shape]) -> tuple[list[list[Blocks]], 
 
 
 def is_sent_whole(codec: Codec, b: Blocks) -> bool:
-    entries, blocks = b.rows * b.cols, b.Y * b.X
+    blocks, k = b.Y * b.X, kept(codec.selection, b.L)
+    indices = blocks * choose_code(b.L, k, 8).bits if codec.selection.name == "TopK" else 0
+    in_blocks = indices + values_bits(codec.values, blocks * k, k)
+    whole = values_bits(codec.values, b.rows * b.cols, 256)
     if codec.selection.name == "All":
-        return codec.transform.name == "Identity" or blocks * b.L > entries
-    k = kept(codec.selection, b.L)
-    indices = choose_code(b.L, k).nbytes(blocks) if codec.selection.name == "TopK" else 0
-    return indices + values_nbytes(codec.values, blocks * k, k) >= values_nbytes(codec.values, entries, 256)
+        return codec.transform.name == "Identity" or in_blocks > whole
+    return in_blocks >= whole
 
 
 # --- Packed numbers ------------------------------------------------------------------------------------------------------
@@ -286,17 +287,17 @@ class Code:
         return found[::-1]
 
 
-def choose_code(L: int, k: int) -> Code:
+def choose_code(L: int, k: int, n: int) -> Code:
     lows = range((L - 1).bit_length())
     ranked = [c for c in (Code("Ranked", L, k, low) for low in lows) if k * (c.B + 1) * len(c.limbs) <= 1 << 20]
     near = [c for c in ranked if c.bits <= 1.03 * math.log2(math.comb(L, k))]
     fewest = [c for c in ranked if c.bits == min(r.bits for r in ranked)]
     choice = Code("Packed", L, k)
     for other in (Code("Bitmap", L, k), *(Code("EliasFano", L, k, low) for low in lows)):
-        if other.bits < choice.bits:
+        if other.nbytes(n) < choice.nbytes(n):
             choice = other
     for other in (near or fewest)[-1:]:
-        if other.bits * 1.01 < choice.bits:
+        if other.nbytes(n) * 1.01 < choice.nbytes(n):
             choice = other
     return choice
 
@@ -316,6 +317,13 @@ def values_nbytes(values: Stage, count: int, k: int) -> int:
         return count * FLOATS[values.first]
     (width, scales), g = WIDTHS[values.name], group_of(values, k)
     return 2 * scales * ((count + g - 1) // g) + packed_nbytes(count, width)
+
+
+def values_bits(values: Stage, count: int, k: int) -> float:
+    if values.name == "Float":
+        return 8 * count * FLOATS[values.first]
+    width, scales = WIDTHS[values.name]
+    return count * (width + 16 * scales / group_of(values, k))
 
 
 def bf16(raw: bytes) -> float:
@@ -350,6 +358,7 @@ def read_scaled(values: Stage, raw: bytes, count: int, g: int) -> list[float]:
     refuse_if(not all(math.isfinite(s) for s in told), "scale")
     refuse_if(any(s < 0 for s in told), "negative scale")
     codes = unpack(raw[head:], count, width)
+    refuse_if(values.name == "Int8" and 128 in codes, "an int8 code of -128")
     return [binary32(meaning(values.name, c, told[i // g * scales : i // g * scales + scales])) for i, c in enumerate(codes)]
 
 
@@ -431,7 +440,7 @@ def body_nbytes(text: str, shapes: Sequence[Shape]) -> int:
     for group in groups:
         n, L = sum(b.Y * b.X for b in group), group[0].L
         k = kept(codec.selection, L)
-        total += choose_code(L, k).nbytes(n) if codec.selection.name == "TopK" else 0
+        total += choose_code(L, k, n).nbytes(n) if codec.selection.name == "TopK" else 0
         total += values_nbytes(codec.values, n * k, k)
     return total + values_nbytes(codec.values, sum(math.prod(shapes[t]) for t in whole), 256)
 
@@ -459,7 +468,7 @@ def read_body(body: bytes, text: str, shapes: Sequence[Shape], *, round: int) ->
         n, L = sum(b.Y * b.X for b in group), group[0].L
         k = kept(codec.selection, L)
         if codec.selection.name == "TopK":
-            code = choose_code(L, k)
+            code = choose_code(L, k, n)
             indices = code.read(take(code.nbytes(n)), n)
         else:
             indices = [places(codec.selection, L, round, b) for b in range(n)]

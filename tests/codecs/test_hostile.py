@@ -293,6 +293,13 @@ def test_a_scale_whose_product_is_not_finite() -> None:
     assert "a value that is not finite" in refusal(lambda: read(raw, chain, like))
 
 
+def test_an_int8_code_that_no_sender_writes() -> None:
+    chain, like = chain_of(Int8()), [torch.empty(40, 40), torch.empty(1)]
+    for section in ("values", "whole"):
+        raw = tampered(chain, section, lambda part: part[:-1] + b"\x80", like)
+        assert "an int8 code of -128, where -127 to 127 are used" in refusal(lambda raw=raw: read(raw, chain, like))
+
+
 @pytest.mark.parametrize("values", [Fp4(), TwoBit(), Sign()], ids=repr)
 def test_padding_of_values_that_is_not_zero(values: Any) -> None:
     """Or a message could carry what no reader sees, and two messages could say the same."""
@@ -322,20 +329,21 @@ def test_a_rank_that_no_set_has() -> None:
 
 
 def test_an_index_out_of_range_in_a_chain() -> None:
-    chain, like = Identity(64) >> TopK(1) >> Float("fp32"), [torch.empty(48)]
+    chain, like = Identity(48) >> TopK(1) >> Float("fp32"), [torch.empty(8 * 48)]
     assert chain.plan(like).sections[0].code == Packed(48, 1)
-    raw = tampered(chain, "indices", lambda _: pack(np.array([48]), 6).tobytes(), like)
+    raw = tampered(chain, "indices", lambda _: pack(np.array([0, 1, 2, 3, 48, 5, 6, 7]), 6).tobytes(), like)
     assert "index out of range: 48 in a block of 48" in refusal(lambda: read(raw, chain, like))
 
 
 def test_a_duplicate_index_in_a_chain() -> None:
     """With low bits of their own, two indices may share their high part: then the low bits must tell them apart."""
-    chain, like = TopK(8) >> Sign(), [torch.empty(64, 64)]
-    code = chain.plan(like).sections[0].code
+    chain, like = TopK(8) >> Sign(), [torch.empty(64, 8 * 64)]
+    code, good = chain.plan(like).sections[0].code, bytes(range(8))
     assert code == Ranked(4096, 8, 8)
-    read(tampered(chain, "indices", lambda _: code.encode(np.arange(8)[None]).tobytes(), like), chain, like)
+    ranks = bytes(code.nbytes(8) - 64)
+    read(tampered(chain, "indices", lambda _: ranks + good * 8, like), chain, like)
     for low in ([0, 1, 2, 3, 4, 5, 6, 6], [0, 1, 3, 2, 4, 5, 6, 7], [0] * 8, [255] * 8):
-        raw = tampered(chain, "indices", lambda _, low=low: bytes(5) + bytes(low), like)
+        raw = tampered(chain, "indices", lambda _, low=low: ranks + good * 7 + bytes(low), like)
         assert "duplicate index, or indices out of order, in a block" in refusal(lambda raw=raw: read(raw, chain, like))
 
 
@@ -503,7 +511,7 @@ class Tampering(LinkDecorator):
 
 
 def flipped(raw: bytes) -> bytes:
-    return put(raw, 60, bytes([raw[60] ^ 4]))
+    return put(raw, 50, bytes([raw[50] ^ 4]))
 
 
 HARM: dict[str, tuple[Callable[[bytes], bytes], str]] = {

@@ -59,6 +59,7 @@ def test_version_and_no_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--task", "gpt-nan"], "did you mean 'gpt-nano'?"),
         (["train", "--data", "no/such/file.txt"], "no/such/file.txt"),
         (["train", "--algorithm", "local-sgd", "--wire", "bf16"], "LocalSGD sends parameters themselves"),
+        (["train", "--algorithm", "data-parallel", "--wire", "TopK(8)"], "its codec is a Dense one, got TopK(8)"),
         (["train", "--algorithm", "ddp", "--wire", "bf16"], "which ignores --wire bf16: use --algorithm data-parallel"),
         (["train", "--algorithm", "ddp", "--shards", "2"], "which ignores --shards 2: use --algorithm data-parallel"),
         (["train", "--task", "quadratic", "--shards", "2"], "0-d parameter, which FSDP2 does not shard: use --shards 1"),

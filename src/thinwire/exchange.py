@@ -24,13 +24,11 @@ from thinwire.codecs.aggregate import Mean
 from thinwire.codecs.base import Codec
 from thinwire.codecs.chain import Chain, Encoded
 from thinwire.codecs.received import Received
-from thinwire.codecs.wire import HEADER_NBYTES, Envelope, fingerprint, seal, unseal
+from thinwire.codecs.wire import HEADER_NBYTES, VERSION, Envelope, fingerprint, seal, unseal
 from thinwire.errors import ConfigError, Diverged, FingerprintMismatch, NonFiniteRound, WireError
 from thinwire.links.base import Link, Ticket
 from thinwire.links.shards import local
 from thinwire.payload import Payload, all_finite
-
-WIRE_VERSION = 1
 
 T = TypeVar("T")
 
@@ -231,6 +229,8 @@ class Mail:
             for rank, p in enumerate(payloads)
         ]
         weights = [e.weight for _, e in opened]
+        if self.weight is None and (odd := [e for _, e in opened if e.weight != 1]):
+            raise WireError(f"weight {odd[0].weight:g}, where this worker gives no weight", rank=odd[0].rank)
         if not sum(weights) > 0:
             raise WireError("the weights of all workers are zero")
         culprits = [e.rank for _, e in opened if e.withdrawn]
@@ -255,7 +255,12 @@ class PendingAverage:
             mean = mail.codec.decode(bodies[0], mail.like, round=mail.round)
             return ([m / weights[0] for m in mean] if weights else mean), True
         mean = mail.codec.combine(bodies, mail.like, round=mail.round, mean=mail.mean, weights=weights)
-        return mean, all_finite(mean)
+        finite = all_finite(mean)
+        if not finite:  # a sender that is honest would have withdrawn
+            for rank, body in enumerate(bodies):
+                if not all_finite(mail.codec.decode(body, mail.like, round=mail.round)):
+                    raise WireError("a value that is not finite", rank=rank)
+        return mean, finite
 
 
 # --- Tensors that live in the domain of a transform --------------------------------------------------------------------
@@ -385,7 +390,7 @@ def handshake(link: Link, fingerprint: Mapping[str, object], *, any_shard: AnySh
     Raises:
         FingerprintMismatch: on every worker, naming what differs, where, and both values.
     """
-    told = {"wire version": WIRE_VERSION, **fingerprint}
+    told = {"wire version": VERSION, **fingerprint}
     text = json.dumps(told, default=str)
     digest = hashlib.sha256(json.dumps(told, default=str, sort_keys=True).encode()).digest()
     digests = link.all_gather(Payload.of_bytes(digest, purpose="handshake", fixed=True))

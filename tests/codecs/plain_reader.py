@@ -159,6 +159,9 @@ def lay_out(codec: Codec, shapes: Sequence[Shape]) -> tuple[list[list[Blocks]], 
             whole.append(t)
         else:
             groups.setdefault((b.h, b.w), []).append(b)
+    everything = [t for t, shape in enumerate(shapes) if math.prod(shape)]
+    if laid_out_nbytes(codec, list(groups.values()), whole, shapes) > laid_out_nbytes(codec, [], everything, shapes):
+        return [], everything
     return list(groups.values()), whole
 
 
@@ -435,8 +438,12 @@ def back(transform: Stage, Q: Matrix, round: int) -> Matrix:
 
 
 def body_nbytes(text: str, shapes: Sequence[Shape]) -> int:
-    codec, total = parse(text), 0
-    groups, whole = lay_out(codec, shapes)
+    codec = parse(text)
+    return laid_out_nbytes(codec, *lay_out(codec, shapes), shapes)
+
+
+def laid_out_nbytes(codec: Codec, groups: list[list[Blocks]], whole: list[int], shapes: Sequence[Shape]) -> int:
+    total = 0
     for group in groups:
         n, L = sum(b.Y * b.X for b in group), group[0].L
         k = kept(codec.selection, L)

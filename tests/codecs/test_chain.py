@@ -144,15 +144,23 @@ def slow_layout(chain: Chain, shapes: Sequence[Shape]) -> tuple[dict[tuple[int, 
             continue
         (rows, cols), (h, w) = as_matrix(s), sides(chain, s)
         blocks, k = -(-rows // h) * -(-cols // w), chain.selection.count(h * w)
+        bits = blocks * index_code(h * w, k).bits if chain.selection.indexed else 0
+        bits += chain.values.bits_of(blocks * k, k)
         if isinstance(chain.selection, All):
-            dense = isinstance(chain.transform, Identity) or blocks * h * w > numel
+            dense = isinstance(chain.transform, Identity) or bits > chain.values.bits_of(numel, 256)
         else:
-            nbytes = index_code(h * w, k).nbytes(blocks) if chain.selection.indexed else 0
-            dense = nbytes + chain.values.nbytes_of(blocks * k, k) >= chain.values.nbytes_of(numel, 256)
+            dense = bits >= chain.values.bits_of(numel, 256)
         if dense:
             whole.append(i)
         else:
             groups.setdefault((h, w), []).append((i, blocks))
+    total = chain.values.nbytes_of(sum(math.prod(shapes[i]) for i in whole), 256)
+    for (h, w), tensors in groups.items():
+        n, k = sum(blocks for _, blocks in tensors), chain.selection.count(h * w)
+        total += index_code(h * w, k, n).nbytes(n) if chain.selection.indexed else 0
+        total += chain.values.nbytes_of(n * k, k)
+    if total > chain.values.nbytes_of(sum(map(math.prod, shapes)), 256):
+        return {}, [i for i, s in enumerate(shapes) if math.prod(s)]
     return groups, whole
 
 
@@ -165,8 +173,8 @@ def slow_read(chain: Chain, payload: Payload, shapes: Sequence[Shape], round: in
         n, L = sum(blocks for _, blocks in tensors), h * w
         k = chain.selection.count(L)
         if chain.selection.indexed:
-            nbytes = index_code(L, k).nbytes(n)
-            places = index_code(L, k).decode(raw[at : at + nbytes], n)
+            nbytes = index_code(L, k, n).nbytes(n)
+            places = index_code(L, k, n).decode(raw[at : at + nbytes], n)
             at += nbytes
         else:
             places = chain.selection.positions(L, round, 0, n)

@@ -36,7 +36,8 @@ from thinwire.codecs.transforms import Transform
 from thinwire.codecs.values import Values
 from thinwire.errors import ConfigError, NonFiniteRound, WireError
 from thinwire.exchange import average, share
-from thinwire.links import SoloLink
+from thinwire.links import Link, SoloLink
+from thinwire.sim import World
 
 
 @pytest.mark.parametrize("codec", [Float(), DCT(8) >> RandomK(2), Float("bf16")], ids=repr)
@@ -194,3 +195,43 @@ def test_a_stage_alone_can_be_shared() -> None:
     got = share(SoloLink(), TopK(2), slots, x, decay=0.0, scale=1.0)
     got.take_from(slots)
     assert slots[0].flatten()[-3:].tolist() == [13.0, 0.0, 0.0]
+
+
+def test_only_the_ratios_of_weights_matter() -> None:
+    codec, x = TopK(1) >> Sign(), torch.full((64,), 1e-10)
+    for weights in ([3e38, 3e38], [1e-38, 1e-38], [7.0, 7.0]):
+        got = codec.combine([codec.encode([x])] * 2, [x], weights=weights)[0]
+        assert torch.equal(got, codec.decode(codec.encode([x]), [x])[0])
+    with pytest.raises(ConfigError, match="zero"):
+        codec.combine([codec.encode([x])] * 2, [x], weights=[0.0, 0.0])
+
+
+def test_sums_go_from_left_to_right() -> None:
+    tiny = 2.0**-24
+    values = np.array([[1.0], [tiny], [tiny]], np.float32)
+    _, mean = Mean().entries(np.zeros((3, 1), np.int64), values, np.ones(3, np.float32))
+    assert mean[0] == Mean().columns(values, np.ones(3, np.float32))[0] == np.float32(1) / np.float32(3)
+
+
+@pytest.mark.parametrize("n", range(1, 200))
+def test_a_vector_never_takes_more_bytes_than_sent_whole(n: int) -> None:
+    like = [torch.empty(n, device="meta")]
+    for values in (Sign(), TwoBit(), Int8(), Float("bf16")):
+        for k in (1, 2, 8, 32):
+            assert (TopK(k) >> values).nbytes(like) <= values.nbytes(like)
+
+
+def test_a_large_group_takes_no_more_memory_than_its_values() -> None:
+    raw, _ = Int8(10**12).write(normal(10), 4)
+    assert len(raw) == 12
+
+
+def test_a_weight_that_nobody_asked_for_is_refused() -> None:
+    def worker(link: Link) -> str:
+        try:
+            average(link, TopK(1), [torch.ones(4)], **({"weight": 5.0} if link.rank else {}))
+        except WireError as error:
+            return str(error)
+        return ""
+
+    assert World(2).run(worker)[0] == "the message of rank 1: weight 5, where this worker gives no weight"

@@ -64,10 +64,10 @@ class Mean:
         return [min(s / n, _LARGEST_FACTOR) if n else 1.0 for s, n in zip(scaled, norms, strict=True)]
 
     def weights(self, weights: Sequence[float] | None, workers: int) -> Floats:
-        """The weights as an array, ones by default.
+        """The weights as an array, ones by default; only their ratios matter, so the largest is brought to 1/2 to 1.
 
         Raises:
-            ConfigError: not one for each worker, or given for a trimmed mean, which takes none.
+            ConfigError: not one for each worker, all zero, or given for a trimmed mean, which takes none.
         """
         if weights is None:
             return np.ones(workers, np.float32)
@@ -75,7 +75,10 @@ class Mean:
             raise ConfigError(f"{len(weights)} weights for {workers} workers")
         if self.trimmed:
             raise ConfigError(f"a trimmed mean takes no weights, got {list(weights)} with {self!r}")
-        return np.asarray(weights, np.float32)
+        if not max(weights) > 0:
+            raise ConfigError(f"the weights of all {workers} workers are zero")
+        unit = 2.0 ** math.frexp(max(weights))[1]  # a power of two rounds nothing
+        return (np.asarray(weights, np.float64) / unit).astype(np.float32)
 
     @np.errstate(over="ignore", invalid="ignore")  # a sum that overflows is found by the exchange, which refuses the round
     def columns(self, values: Floats, weights: Floats) -> Floats:
@@ -128,8 +131,8 @@ class Mean:
         else:
             share = weights[order // m]
             found = found * share
-            senders = np.add.reduceat(share, starts)
-        sums: Floats = found if len(starts) == len(found) else np.add.reduceat(found, starts)
+            senders = _sums(share, starts)
+        sums = _sums(found, starts)
         if self.over == "workers":
             sums /= weights.sum()
         else:
@@ -155,6 +158,18 @@ class Mean:
             cut = self._cut(workers)
             keep = (nth >= cut) & (nth < workers - cut)
             left = np.full(len(counts), workers - 2 * cut)
-        sums: Floats = np.add.reduceat(np.where(keep, value, np.float32(0)), starts)
+        sums = _sums(np.where(keep, value, np.float32(0)), starts)
         sums /= left.astype(np.float32)
         return place[starts], sums
+
+
+def _sums(values: Floats, starts: Places) -> Floats:
+    """Sums of the runs that begin at `starts`, each added from left to right: in rank order, on every machine alike."""
+    if len(starts) == len(values):
+        return values
+    lengths = np.diff(starts, append=len(values))
+    sums = values[starts]
+    for nth in range(1, int(lengths.max(initial=1))):
+        longer = np.flatnonzero(lengths > nth)
+        sums[longer] += values[starts[longer] + nth]
+    return sums

@@ -423,8 +423,14 @@ def _plan(chain: Chain, shapes: tuple[Shape, ...]) -> Plan:
             return isinstance(chain.transform, Identity) or sparse > dense
         return sparse >= dense
 
-    layout = Layout.of(shapes, chain.transform, whole)
-    sections = []
+    plan = _plan_of(chain, Layout.of(shapes, chain.transform, whole))
+    dense = _plan_of(chain, Layout.of(shapes, chain.transform, lambda *_: True))
+    # Rounding up to bytes can make many small sections longer than the whole: never more bytes than without a selection.
+    return plan if plan.nbytes <= dense.nbytes else dense
+
+
+def _plan_of(chain: Chain, layout: Layout) -> Plan:
+    selection, values, sections = chain.selection, chain.values, []
     at = 0
     for group in layout.groups:
         k = selection.count(group.L)

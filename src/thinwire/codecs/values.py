@@ -140,7 +140,8 @@ class Scaled(Values):
 
     def write(self, values: Floats, k: int) -> tuple[Bytes, Floats]:
         """Scale, round, pack."""
-        g, count = self._group(k), len(values)
+        count = len(values)
+        g = min(self._group(k), max(1, count))
         n = -(-count // g)
         groups = np.zeros((n, g), np.float32)
         groups.reshape(-1)[:count] = values
@@ -158,7 +159,7 @@ class Scaled(Values):
         """Unpack and scale."""
         if stop <= start:
             return np.empty(0, np.float32)
-        g = self._group(k)
+        g = min(self._group(k), count)
         head = 2 * self.scales * -(-count // g)
         first, last = start // g, -(-stop // g)
         scales = _bf16_floats(raw[2 * self.scales * first : 2 * self.scales * last]).reshape(-1, self.scales)

@@ -83,7 +83,9 @@ def unseal(message: Payload, *, fingerprint: int, round: int, rank: int, nbytes:
     def refuse(what: str) -> WireError:
         return WireError(what, rank=rank)
 
-    if raw.dtype != torch.uint8 or raw.numel() < HEADER_NBYTES:
+    if raw.dtype != torch.uint8:
+        raise refuse(f"not bytes but {str(raw.dtype).removeprefix('torch.')}")
+    if raw.numel() < HEADER_NBYTES:
         raise refuse(f"too short for a header: {message.nbytes} bytes, where {HEADER_NBYTES} are needed")
     head = raw[:HEADER_NBYTES].cpu().numpy().tobytes()
     magic, version, flags, zero, told, number, sender, weight, length, zeros, checksum = _HEADER.unpack(head)

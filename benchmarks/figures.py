@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
+
+from benchmarks import record
 
 mpl.use("svg")
 from matplotlib import pyplot as plt  # after the choice of what to draw with
 
-RECORDS = Path(__file__).parent / "records"
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
 
 STYLES = {
     "simple k=32": ("tab:red", "o-"),
+    "simple k=8": ("tab:pink", "o-"),
     "thinwire k=32 bf16": ("tab:blue", "o-"),
     "thinwire k=32 1-bit": ("tab:cyan", "o-"),
     "thinwire k=8 1-bit": ("tab:green", "o-"),
@@ -25,20 +25,16 @@ STYLES = {
 }
 
 
-def last(name: str) -> dict[str, Any]:
-    return json.loads((RECORDS / f"{name}.jsonl").read_text().splitlines()[-1])
-
-
 def draw_wire() -> Path:
     """Cost of a round against the size of the model, and of reading against the number of workers."""
-    record = last("wire")
+    measured = record.last("wire")
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    rows = sorted(record["rounds"].values(), key=lambda row: row["parameters"])
+    rows = sorted(measured["rounds"].values(), key=lambda row: row["parameters"])
     sizes = [row["parameters"] / 1e6 for row in rows]
     for way, (color, style) in STYLES.items():
         left.plot(sizes, [row["seconds"][way]["median"] for row in rows], style, color=color, label=way)
     left.set(title="a round with 2 workers on loopback, 1 thread each", xlabel="million parameters", ylabel="seconds (median)")
-    workers = record["workers"]
+    workers = measured["workers"]
     for way, times in workers["seconds"].items():
         right.plot([int(w) for w in times], list(times.values()), STYLES[way][1], color=STYLES[way][0], label=way)
     right.set(

@@ -16,9 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import os
-import platform
 import random
 import resource
 import struct
@@ -38,6 +35,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks import record
 from thinwire.codecs import (
     DCT,
     Chain,
@@ -60,8 +58,6 @@ from thinwire.codecs.stage import Stage
 from thinwire.codecs.wire import HEADER_NBYTES, Envelope, fingerprint, seal, unseal
 from thinwire.errors import WireError
 from thinwire.payload import Payload, all_finite
-
-RECORD = Path(__file__).parent / "records" / "fuzz.jsonl"
 
 ROUND, RANK = 7, 1
 SHAPES: list[tuple[int, ...]] = [(9, 20), (3,), (70,), (2, 3, 5)]
@@ -442,17 +438,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--messages", type=int, default=1_000_000, help="how many (default: 1,000,000)")
     parser.add_argument("--seed", type=int, default=0, help="of the mutations (default: 0)")
-    parser.add_argument("--record", action="store_true", help=f"append the figures to {RECORD.name}")
+    parser.add_argument("--record", action="store_true", help="append the figures to records/fuzz.jsonl")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     console = Console()
     figures = run(arguments.messages, arguments.seed, console)
     show(figures, console)
     if arguments.record:
-        RECORD.parent.mkdir(exist_ok=True)
-        about = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-        with RECORD.open("a") as file:
-            file.write(json.dumps({"date": time.strftime("%Y-%m-%d"), **about, **figures}) + "\n")
+        record.append("fuzz", figures)
     if figures["wrong"] or figures["growth_MB"] > 64:
         sys.exit(1)
 

@@ -11,13 +11,9 @@ and the peers take turns with ours in the same loop, so that a noisy machine dis
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,12 +23,11 @@ from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from benchmarks import record
 from benchmarks.pair import gpt_shapes, run_pair
 from thinwire.exchange import average
 from thinwire.links import TorchLink
 from thinwire.tasks import make_task
-
-RECORD = Path(__file__).parent / "records" / "overhead.jsonl"
 
 
 def median_seconds(ways: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
@@ -114,17 +109,14 @@ def bench_pair(link: TorchLink, repeats: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=20, help="rounds of each way (default: 20)")
-    parser.add_argument("--record", action="store_true", help=f"append the figures to {RECORD.name}")
+    parser.add_argument("--record", action="store_true", help="append the figures to records/overhead.jsonl")
     arguments = parser.parse_args()
     figures = run_pair(bench_pair, arguments.repeats, limit=600)
     torch.set_num_threads(1)
     figures["simulator"] = bench_simulator()
     show(figures)
     if arguments.record:
-        RECORD.parent.mkdir(exist_ok=True)
-        about = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-        with RECORD.open("a") as file:
-            file.write(json.dumps({"date": time.strftime("%Y-%m-%d"), **about, **figures}) + "\n")
+        record.append("overhead", figures)
 
 
 def show(figures: dict[str, Any]) -> None:

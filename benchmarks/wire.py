@@ -16,10 +16,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import math
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -32,13 +29,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks import record
 from benchmarks.pair import SIZES, gpt_shapes, run_pair
 from thinwire import DCT, Float, Int8, Link, Mean, Sign, TopK, share
 from thinwire.codecs import Chain
 from thinwire.codecs.simple import SimpleTopK
 from thinwire.payload import Payload
 
-RECORD = Path(__file__).parent / "records" / "wire.jsonl"
 DECAY, LR = 0.999, 1e-3
 
 FAST: dict[str, Chain] = {
@@ -46,7 +43,7 @@ FAST: dict[str, Chain] = {
     "thinwire k=32 1-bit": DCT(64) >> TopK(32) >> Sign(),
     "thinwire k=8 1-bit": DCT(64) >> TopK(8) >> Sign(),
 }
-OURS, SIMPLE = "thinwire k=32 bf16", "simple k=32"
+SIMPLE = {"simple k=32": 32, "simple k=8": 8}
 
 
 class DeMo:
@@ -57,14 +54,14 @@ class DeMo:
         self.link = link
         self.params = [torch.randn(s).mul_(0.02) for s in shapes]
         self.grads = [torch.randn(s) for s in shapes]
-        self.momenta = {SIMPLE: [torch.zeros(s) for s in shapes]}
+        self.momenta = {name: [torch.zeros(s) for s in shapes] for name in SIMPLE}
         for name, chain in FAST.items():
             self.momenta[name] = [torch.zeros(s) for s in chain.slot_shapes(self.params)]
         self.rounds = 0
 
-    def simple(self, k: int) -> None:
-        for p, g, m in zip(self.params, self.grads, self.momenta[SIMPLE], strict=True):
-            codec = SimpleTopK(tuple(p.shape), k)
+    def simple(self, name: str) -> None:
+        for p, g, m in zip(self.params, self.grads, self.momenta[name], strict=True):
+            codec = SimpleTopK(tuple(p.shape), SIMPLE[name])
             m.mul_(DECAY).add_(g)
             places, values = codec.encode(m)
             m.sub_(codec.decode([(places, values)]))
@@ -104,7 +101,7 @@ def bench_rounds(link: Link, size: str, repeats: int) -> dict[str, Any]:
     params = [torch.nn.Parameter(p) for p in demo.params]
     for p, g in zip(params, demo.grads, strict=True):
         p.grad = g
-    ways: dict[str, Callable[[], Any]] = {SIMPLE: lambda: demo.simple(32)}
+    ways: dict[str, Callable[[], Any]] = {name: lambda name=name: demo.simple(name) for name in SIMPLE}
     for name in FAST:
         ways[name] = lambda name=name: demo.fast(name)
     ways["all-reduce fp32"] = lambda: dist.all_reduce(flat)
@@ -117,7 +114,8 @@ def bench_memory(link: Link, size: str) -> dict[str, float]:
     """Peak of the resident memory during a round, above what was resident before it, in MB."""
     demo = DeMo(link, gpt_shapes(*SIZES[size]))
     ways: dict[str, Callable[[], None]] = {name: lambda name=name: demo.fast(name) for name in FAST}
-    ways[SIMPLE] = lambda: demo.simple(32)
+    for name in SIMPLE:
+        ways[name] = lambda name=name: demo.simple(name)
     peaks = {}
     for name, way in ways.items():
         gc.collect()
@@ -197,25 +195,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES), help="lists of tensors (default: all)")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each way (default: 5)")
-    parser.add_argument("--record", action="store_true", help=f"append the figures to {RECORD.name}")
+    parser.add_argument("--record", action="store_true", help="append the figures to records/wire.jsonl")
     arguments = parser.parse_args()
     figures = measure(arguments.sizes, arguments.repeats)
     show(figures)
     if arguments.record:
-        RECORD.parent.mkdir(exist_ok=True)
-        about = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-        with RECORD.open("a") as file:
-            file.write(json.dumps({"date": time.strftime("%Y-%m-%d"), **about, **figures}) + "\n")
+        record.append("wire", figures)
 
 
 def show(figures: dict[str, Any]) -> None:
     console = Console()
     for row in figures["rounds"].values():
-        table = Table(
-            "way", "least s", "median s", "simple / way", title=f"a round of {row['parameters']:,} parameters, 2 workers"
-        )
-        simple = row["seconds"][SIMPLE]["median"]
+        title = f"a round of {row['parameters']:,} parameters, 2 workers"
+        table = Table("way", "least s", "median s", "simple of the same k / way", title=title)
         for way, t in row["seconds"].items():
+            simple = row["seconds"]["simple k=8" if "k=8" in way else "simple k=32"]["median"]
             table.add_row(way, f"{t['least']:.3f}", f"{t['median']:.3f}", f"{simple / t['median']:.2f}")
         console.print(table)
     for size, row in figures["memory MB"].items():

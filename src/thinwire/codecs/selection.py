@@ -200,18 +200,33 @@ def _largest_by_lanes(strips: Tensor, h: int, w: int, r: int, k: int) -> tuple[I
     block, lane = _divmod(found, lanes)
     corner = (np.arange(y)[:, None] * (h * stride) + np.arange(x) * w).reshape(-1)
     first = corner[block] + ((np.arange(r)[:, None] * stride + np.arange(w)).reshape(-1))[lane]
-    entries = flat.take(first[:, None] + np.arange(depth) * (r * stride))  # [lanes reached, depth]
-    hit = np.flatnonzero(np.abs(entries) >= least[block][:, None])
-    which, level = _divmod(hit, depth)
-    block, place, value = block[which], level * lanes + lane[which], entries.reshape(-1)[hit]
+    entries = np.empty((depth, len(first)), np.float32)  # those of the lanes that are reached
+    for level, row in enumerate(entries):
+        np.take(flat[level * r * stride :], first, out=row, mode="clip")
+    hit = np.abs(entries) >= least[block]
+    level = np.repeat(np.arange(depth), np.count_nonzero(hit, axis=1))
+    at = np.flatnonzero(hit)
+    which = at - level * len(first)
+    block, place, value = _in_order(block[which], level * lanes + lane[which], entries.reshape(-1)[at])
+    counts = np.bincount(block, minlength=n)
     if odd is None:
-        return _keep_largest(place, value, np.bincount(block, minlength=n), k)
+        return _keep_largest(place, value, counts, k)
     places, values = np.empty((n, k), np.int64), np.empty((n, k), np.float32)
-    places[~odd], values[~odd] = _keep_largest(place, value, np.bincount(block, minlength=n)[~odd], k)
+    places[~odd], values[~odd] = _keep_largest(place, value, counts[~odd], k)
     dense = strips.view(y, h, x, w).permute(0, 2, 1, 3).reshape(n, h * w)[torch.from_numpy(odd)].numpy()
     places[odd] = _largest_by_partition(dense, k)
     values[odd] = np.take_along_axis(dense, places[odd], axis=1)
     return places, values
+
+
+def _in_order(block: Indices, place: Indices, value: Floats) -> tuple[Indices, Indices, Floats]:
+    """Sorted by block, then by place. One sort of whole numbers, with where they came from in the low bits."""
+    low, middle = len(block).bit_length(), int(place.max(initial=1)).bit_length()
+    keys = ((block << middle | place) << low) | np.arange(len(block))
+    keys.sort()
+    order = keys & ((1 << low) - 1)
+    keys >>= low
+    return keys >> middle, keys & ((1 << middle) - 1), value.take(order)
 
 
 def _divmod(numbers: Indices, n: int) -> tuple[Indices, Indices]:
@@ -232,7 +247,7 @@ def _keep_largest(place: Indices, value: Floats, counts: Indices, k: int) -> tup
     """Of at least k candidates for each block the k largest, in ascending order of their places.
 
     Args:
-        place: [c], within their block; block by block.
+        place: [c], within their block; block by block, in ascending order.
         value: [c].
         counts: [m], how many of them each block has.
         k: how many to keep.
@@ -253,8 +268,4 @@ def _keep_largest(place: Indices, value: Floats, counts: Indices, k: int) -> tup
             nth = np.cumsum(equal)
             keep &= ~equal | (nth - np.repeat((nth - equal)[starts], counts) <= np.repeat(spare, counts))
         place, value = place[keep], value[keep]
-    shift = max(1, k - 1).bit_length()
-    order = place.reshape(m, k) << shift | np.arange(k)
-    order.sort(axis=1)
-    at = (order & ((1 << shift) - 1)) + np.arange(m)[:, None] * k
-    return order >> shift, value.take(at)
+    return place.reshape(m, k), value.reshape(m, k)

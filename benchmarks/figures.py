@@ -37,8 +37,12 @@ def draw_wire() -> Path:
     workers = measured["workers"]
     for way, times in workers["seconds"].items():
         right.plot([int(w) for w in times], list(times.values()), STYLES[way][1], color=STYLES[way][0], label=way)
+    same = next(row for row in rows if row["parameters"] == workers["parameters"])
+    for way, (color, style) in STYLES.items():
+        if "--" in style:  # what does not depend on the messages: a line for reference
+            right.axhline(same["seconds"][way]["median"], linestyle="--", color=color, label=f"{way} (2 workers)")
     right.set(
-        title=f"reading and applying all messages, {workers['parameters'] / 1e6:.0f}M parameters, 1 thread",
+        title=f"reading and applying all messages, {workers['parameters'] / 1e6:.0f}M parameters",
         xlabel="workers",
         ylabel="seconds (least)",
     )

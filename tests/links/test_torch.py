@@ -94,6 +94,20 @@ def test_every_kind_of_link_keeps_the_contract(kind: str, size: int, pool: Pool)
         assert seen == _expected(rank, size)
 
 
+def _announce_too_much(link: Link) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("thinwire.links.torch._LONGEST", 100)
+        link.all_gather(message(0, 100, purpose="handshake", fixed=False))
+        with pytest.raises(LinkError) as caught:
+            link.all_gather(message(0, 101 if link.rank == 1 else 5, purpose="handshake", fixed=False))
+    return str(caught.value)
+
+
+def test_nothing_is_allocated_for_an_absurd_length(pool: Pool) -> None:
+    for rank, said in enumerate(pool.run(_announce_too_much, 3)):
+        assert said == f"rank {rank}: rank 1 announces a message of 101 bytes, 100 are allowed"
+
+
 def _post_early(link: Link) -> float:
     """How long a post takes when the other worker comes half a second later."""
     link.mean(message())  # start together

@@ -23,6 +23,8 @@ from thinwire.links.solo import SoloLink
 from thinwire.network import Op, Traffic, ring_traffic, show_bytes
 from thinwire.payload import Payload
 
+_LONGEST = 1 << 30  # bytes of a message whose length the sender decides; nothing is allocated for more
+
 _CALLED = {"mean": "all-reduce", "gather": "all-gather", "broadcast": "broadcast"}
 
 
@@ -149,6 +151,8 @@ class _TorchTicket(Ticket):
         self.parts: list[Tensor] = []
         try:
             self.work = self._start()
+        except LinkError:
+            raise
         except RuntimeError as cause:
             raise link.fail(cause, payload, op, self.round) from cause
 
@@ -169,6 +173,9 @@ class _TorchTicket(Ticket):
         theirs = [torch.empty_like(mine) for _ in range(self.link.size)]
         self._work(dist.all_gather(theirs, mine, group=self.link.group, async_op=True)).wait(self.limit)
         self.lengths = [int(n) for n in theirs]
+        for rank, n in enumerate(self.lengths):
+            if not 0 <= n <= _LONGEST:
+                raise LinkError(f"rank {self.link.rank}: rank {rank} announces a message of {n} bytes, {_LONGEST} are allowed")
         padded = torch.zeros(max(self.lengths), dtype=data.dtype, device=data.device)
         padded[: data.numel()] = data
         return padded

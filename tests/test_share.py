@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -285,3 +286,22 @@ def test_row_shards_say_what_the_whole_matrix_says(chain: Chain, pool: Pool) -> 
         assert len(payloads) == 1, "one message a round"
         torch.testing.assert_close(params[0], expected[0], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(params[1], expected[1], rtol=1e-5, atol=1e-6)
+
+
+# --- Memory ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [2, 8, 64])
+def test_more_workers_take_no_more_workspace(workers: int) -> None:
+    """Beside their messages, and the indices that are kept up to a limit."""
+    chain, like = DCT(64) >> TopK(32) >> Float("bf16"), [torch.zeros(1024, 1024), *[torch.zeros(768) for _ in range(60)]]
+    messages = [chain.encode([torch.randn(t.shape) for t in like])] * workers
+    received = chain.receive(messages, like)
+    tracemalloc.start()
+    try:
+        for _ in received.each(like):
+            pass
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 12e6, f"{peak / 1e6:.1f} MB for the messages of {workers} workers, {messages[0].nbytes / 1e6:.2f} MB each"

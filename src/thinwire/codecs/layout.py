@@ -227,10 +227,23 @@ class Group:
         """How many blocks."""
         return sum(g.blocks for g in self.grids)
 
-    @functools.cached_property
+    @property
     def batches(self) -> tuple[Batch, ...]:
         """The blocks in batches of at most `BATCH` entries (or one block, where that is larger)."""
-        room = max(1, BATCH // self.L)
+        return self.batches_of(BATCH)
+
+    def batches_of(self, entries: int) -> tuple[Batch, ...]:
+        """The blocks in batches of at most so many entries (or one block)."""
+        if entries not in self._batches:
+            self._batches[entries] = self._cut(entries)
+        return self._batches[entries]
+
+    @functools.cached_property
+    def _batches(self) -> dict[int, tuple[Batch, ...]]:
+        return {}
+
+    def _cut(self, entries: int) -> tuple[Batch, ...]:
+        room = max(1, entries // self.L)
         batches: list[list[Piece]] = [[]]
         free = room
         for piece in _pieces(self.grids, room):

@@ -19,7 +19,7 @@ from torch.nn.functional import embedding_bag
 
 from thinwire.codecs.aggregate import Mean
 from thinwire.codecs.bits import Bytes
-from thinwire.codecs.layout import Batch, Piece, matrix_of
+from thinwire.codecs.layout import BATCH, Batch, Piece, matrix_of
 from thinwire.codecs.values import DENSE_GROUP, Floats
 from thinwire.errors import WireError
 from thinwire.payload import Payload
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _KEEP = 1 << 25  # bytes of decoded indices to keep between checking and decoding; beyond it they are decoded twice
 _AT_ONCE = 1 << 12  # blocks whose indices are decoded in one go
 _HOT = 1 << 18  # entries of a piece that is still in the second-level cache when it is applied
+_MERGED = 1 << 17  # entries of all workers that are merged at once: more workers take smaller batches, not more memory
 _DENSE_ROW = 8  # entries per row from which on a dense product is faster than a sparse one
 
 
@@ -144,10 +145,11 @@ class Received:
     def pieces(self) -> Iterator[tuple[Piece, Tensor]]:
         """The mean, piece by piece: the values [y h, x w] with padding, in memory that is used again for the next."""
         for number, section in enumerate(self.plan.sections):
-            group = section.group
-            entries = max(b.starts[-1] for b in group.batches)
+            blocks = max(1, _MERGED // (section.k * len(self._bodies)))
+            batches = section.group.batches_of(min(BATCH, blocks * section.group.L))
+            entries = max(b.starts[-1] for b in batches)
             rows, out = torch.zeros(entries, device=self.device), torch.empty(entries, device=self.device)
-            for batch in group.batches:
+            for batch in batches:
                 place, mean = self._merge(number, section, batch)
                 coefficients = self._first_half(batch, place, mean, rows)
                 yield from self._second_half(batch, coefficients, out)

@@ -15,6 +15,8 @@ from tests.processes import LIMIT, Pool
 from thinwire.codecs import (
     DCT,
     Chain,
+    Codec,
+    Dense,
     Float,
     Hadamard,
     Identity,
@@ -209,6 +211,14 @@ def test_weights_count_on_the_wire_too() -> None:
     for rank, (mean, left) in enumerate(World(2).run(worker)):
         assert mean == [4.0, 0.0, 4.0, 0.0]
         assert left == [0.0, 5.0 if rank else 1.0] * 2, "a worker takes off what it sent, not what it weighs"
+
+
+@pytest.mark.parametrize("codec", [Float("bf16"), Dense("fp16")], ids=repr)
+def test_a_narrow_wire_does_not_add_up_weights(codec: Codec) -> None:
+    with pytest.raises(ConfigError, match="use fp32, or a gathered codec"):
+        average(SoloLink(), codec, [torch.ones(3)], weight=501.0)
+    mean, _ = average(SoloLink(), Dense("fp32"), [torch.ones(3)], weight=501.0)
+    assert mean[0].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_a_worker_with_another_codec_is_found_by_its_fingerprint() -> None:

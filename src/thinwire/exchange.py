@@ -118,8 +118,12 @@ def message_nbytes(link: Link, codec: Codec, tensors: Sequence[Tensor], *, weigh
     """Length in bytes of the message that `average` would send, with what it adds to tell a bad contribution."""
     if not codec.linear:
         return HEADER_NBYTES + codec.nbytes(tensors)
-    number = codec.nbytes([torch.empty(1, device="meta")])
-    return codec.nbytes(tensors) + number * (link.size + weighted)
+    return codec.nbytes(tensors) + _number_nbytes(codec) * (link.size + weighted)
+
+
+def _number_nbytes(codec: Codec) -> int:
+    """Bytes of one number in the messages of a linear codec."""
+    return codec.nbytes([torch.empty(1, device="meta")])
 
 
 @dataclass
@@ -147,6 +151,10 @@ class Mail:
             )
         if self.weight is not None and not 0 <= self.weight <= torch.finfo(torch.float32).max:
             raise ConfigError(f"weight must be finite in float32 and not negative, got {self.weight!r}")
+        if self.weight is not None and self.codec.linear and _number_nbytes(self.codec) < 4:
+            raise ConfigError(
+                f"{self.codec!r} adds up weights on the wire, where they would be rounded: use fp32, or a gathered codec"
+            )
         if self.weight is not None and self.mean.trimmed:
             raise ConfigError(f"a trimmed mean takes no weights, got weight={self.weight!r} with {self.mean!r}")
 

@@ -19,7 +19,7 @@ RUNS = {
     "resume.py": (["{tmp}", "20"], r"."),
     "utilisation.py": ([], r"100000 Mbit/s"),
     "message_bytes.py": ([], r"TopK\(32\) >> Sign\(\) +gather +1,230,516 "),
-    "decoupled_momentum.py": ([], r"validation loss 0\.0\d+ on both workers, 109 bytes per worker and step"),
+    "decoupled_momentum.py": ([], r"validation loss 0\.0\d+ on both workers, 97 bytes per worker and step"),
     "ternary.py": ([], r"DCT\(64\) >> TopK\(32\) >> Ternary\(0\.7\) takes 3276 bytes"),
     "logged_link.py": ([], None),
 }

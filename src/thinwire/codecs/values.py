@@ -31,9 +31,9 @@ class Values(Stage):
     def nbytes_of(self, count: int, k: int) -> int:
         """Length of `count` values that come k to a block."""
 
-    @abstractmethod
     def bits_of(self, count: int, k: int) -> float:
-        """Bits that so many values take among many others: their length without any rounding up."""
+        """Bits that so many values take among many others: their length without any rounding up, where the format knows."""
+        return 8 * self.nbytes_of(count, k)
 
     @abstractmethod
     def write(self, values: Floats, k: int) -> tuple[Bytes, Floats]:
@@ -70,10 +70,6 @@ class Float(Values):
     def nbytes_of(self, count: int, k: int) -> int:  # noqa: ARG002
         """Two or four bytes each."""
         return count * self.wire_dtype.itemsize
-
-    def bits_of(self, count: int, k: int) -> float:
-        """As above."""
-        return 8 * self.nbytes_of(count, k)
 
     def write(self, values: Floats, k: int) -> tuple[Bytes, Floats]:  # noqa: ARG002
         """Cast."""

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from thinwire.codecs.aggregate import Mean
 from thinwire.codecs.base import Codec
 from thinwire.codecs.chain import Chain, Encoded
+from thinwire.codecs.dense import Dense
 from thinwire.codecs.received import Received
 from thinwire.codecs.wire import HEADER_NBYTES, VERSION, Envelope, fingerprint, seal, unseal
-from thinwire.errors import ConfigError, Diverged, FingerprintMismatch, NonFiniteRound, WireError
+from thinwire.errors import ConfigError, Diverged, FingerprintMismatch, NonFiniteRound, WireError, check_whole_number
 from thinwire.links.base import Link, Ticket
 from thinwire.links.shards import local
 from thinwire.payload import Payload, all_finite
@@ -103,8 +104,9 @@ def post_average(
     if codec.linear:
         body = codec.encode(scaled, round=round, spare=mail.spare)
         finite = body.finite
-    else:  # a codec that is not linear might turn a NaN into something finite: look at what goes in
+    else:
         body, finite = codec.encode_finite(tensors, round=round)
+    if not isinstance(codec, Dense):  # it may leave a NaN out, or turn it into something finite: look at what goes in
         finite = finite and all_finite(tensors)
     sent = []
     if want_sent:  # decoded from a copy: the link reduces into the payload's own buffer
@@ -145,6 +147,7 @@ class Mail:
 
     def __post_init__(self) -> None:
         """Refuse what the wire cannot do."""
+        check_whole_number("round", self.round, least=0)
         if self.codec.linear and not self.mean.plain:
             raise ConfigError(
                 f"{self.codec!r} is averaged on the wire, which can do the plain mean over workers only, not {self.mean!r}"
@@ -278,8 +281,8 @@ def share(link: Link, chain: Codec, slots: Sequence[Tensor], like: Sequence[Tens
     """Exchange what a chain keeps of slots, without a copy of the model: `average` for state in the domain of a transform.
 
     Nothing is applied: after `link.commit()` take what was sent off the slots, and go through the mean piece by piece. What
-    is accumulated on the way (see `ShareOptions`) stays in the slots whatever becomes of the round; a tensor that is not
-    finite is not.
+    is accumulated on the way (see `ShareOptions`) stays in the slots whatever becomes of the round, so do not give it again;
+    a tensor that is not finite is not.
 
     Args:
         link: the wire.
@@ -326,7 +329,10 @@ def post_share(
     chain = Chain.of(chain)
     shapes = [torch.empty_like(t, device="meta") for t in like]
     mail = Mail(link, chain, shapes, round, any_shard, mean or Mean(), weight)
-    bad = withdraw if withdraw is not None else scale is not None and not all_finite(like)
+    if scale is None and decay != 1.0:
+        raise ConfigError(f"decay={decay!r} without scale does nothing: give both, or accumulate first")
+    # Without an accumulation it is the slots that may hold something bad where a selection does not look.
+    bad = withdraw if withdraw is not None else not all_finite(slots if scale is None else like)
     if bad:
         scale = None  # slots outlive the round: nothing bad may enter them
     encoded = chain.encode_slots(slots, like, round=round, decay=decay, scale=scale)

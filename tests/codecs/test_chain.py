@@ -650,7 +650,7 @@ def slow_mean(mean: Mean, parts: Sequence[Slow], weights: Sequence[float]) -> F6
 def rescaled(mean: Mean, messages: list[list[Slow]]) -> list[list[Slow]]:
     """Every message with its norm brought to what the mean asks for."""
     norms = [math.sqrt(sum(energy(p.values) for p in m)) for m in messages]
-    target = [float(np.median(norms))] * len(norms) if mean.median_norm else norms
+    target = [float(sorted(norms)[(len(norms) - 1) // 2])] * len(norms) if mean.median_norm else norms
     target = [min(t, mean.clip_norm) for t in target] if mean.clip_norm else target
     factors = [t / n if n else 1.0 for t, n in zip(target, norms, strict=True)]
     return [[Slow(p.values * f, p.sent) for p in m] for m, f in zip(messages, factors, strict=True)]

@@ -235,3 +235,33 @@ def test_a_weight_that_nobody_asked_for_is_refused() -> None:
         return ""
 
     assert World(2).run(worker)[0] == "the message of rank 1: weight 5, where this worker gives no weight"
+
+
+@pytest.mark.parametrize("codec", [RandomK(8) >> Float("bf16"), RandomK(8), Striding(8) >> Sign(), TopK(2) >> Sign()], ids=repr)
+def test_a_nan_that_is_not_selected_is_found_all_the_same(codec: Chain) -> None:
+    x = torch.ones(64, 64)
+    for place in range(0, 64, 9):
+        x.fill_(1)[place, place] = float("nan")
+        with pytest.raises(NonFiniteRound):
+            average(SoloLink(), codec, [x])
+        with pytest.raises(NonFiniteRound):
+            share(SoloLink(), codec, [x.clone()], [x])
+
+
+def test_a_decay_that_would_do_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"decay=0\.5 without scale does nothing"):
+        share(SoloLink(), TopK(2), [torch.ones(4, 4)], [torch.ones(4, 4)], decay=0.5)
+
+
+def test_a_negative_round_is_refused() -> None:
+    with pytest.raises(ConfigError, match="round must be a whole number of at least 0, got -1"):
+        average(SoloLink(), TopK(2), [torch.ones(4)], round=-1)
+
+
+def test_trimming_always_leaves_something() -> None:
+    mean = Mean(trimmed=0.4999999999).columns(np.array([[1.0], [3.0]], np.float32), np.ones(2, np.float32))
+    assert mean.tolist() == [2.0]
+
+
+def test_a_stage_alone_tells_the_shapes_of_its_slots() -> None:
+    assert TopK(32).slot_shapes([torch.empty(70, 10)]) == [(128, 10)]

@@ -26,7 +26,8 @@ class Mean:
         over: what an entry's sum is divided by: all "workers", or only the "senders" of that entry (DeMo's published code).
             They differ for top-k messages, where an entry that one of 64 workers sent counts in full over senders.
         clip_norm: scale a contribution whose norm is larger down to this norm.
-        median_norm: scale every contribution to the median of all norms (Covenant-72B), so that none can outweigh the others.
+        median_norm: scale every contribution to the (lower) median of all norms (Covenant-72B), so that none can outweigh the
+            others.
         trimmed: leave out this fraction of the values at either end of each entry, 0 <= trimmed < 0.5; over senders, of those
             that were sent. Against one liar among few senders it must be at least 1 / senders.
     """
@@ -58,7 +59,7 @@ class Mean:
         """What to multiply each contribution by, given their norms."""
         scaled = list(norms)
         if self.median_norm:
-            scaled = [float(np.median(norms))] * len(scaled)
+            scaled = [sorted(norms)[(len(norms) - 1) // 2]] * len(scaled)  # of an even number the lower: one of two may lie
         if self.clip_norm is not None:
             scaled = [min(n, self.clip_norm) for n in scaled]
         return [min(s / n, _LARGEST_FACTOR) if n else 1.0 for s, n in zip(scaled, norms, strict=True)]
@@ -140,7 +141,7 @@ class Mean:
         return keys[starts], sums
 
     def _cut(self, count: int) -> int:
-        return int(self.trimmed * count + 1e-9)
+        return min(int(self.trimmed * count + 1e-9), (count - 1) // 2)
 
     def _trimmed_entries(self, places: Places, values: Floats) -> tuple[Places, Floats]:
         workers = len(places)

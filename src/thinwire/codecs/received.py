@@ -189,7 +189,7 @@ class Received:
 
         Yields:
             The tensor's place in the list, a piece of it, and the mean of that piece, of the same shape. The mean may be
-            overwritten.
+            overwritten, and is valid until the next piece only: its memory is used again.
         """
         for piece, values in self.pieces():
             tensor = tensors[piece.grid.index].detach()

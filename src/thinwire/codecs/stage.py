@@ -77,3 +77,7 @@ class Stage(Codec):
     def nbytes(self, like: Sequence[Tensor]) -> int:
         """See `Chain`."""
         return self.chain.nbytes(like)
+
+    def slot_shapes(self, like: Sequence[Tensor]) -> list[tuple[int, ...]]:
+        """See `Chain`."""
+        return self.chain.slot_shapes(like)

@@ -135,21 +135,28 @@ class Scaled(Values):
         return count * (self.width + 16 * self.scales / self._group(k))
 
     def write(self, values: Floats, k: int) -> tuple[Bytes, Floats]:
-        """Scale, round, pack."""
+        """Scale, round, pack; in runs of whole groups, so that the workspace is bounded."""
         count = len(values)
         g = min(self._group(k), max(1, count))
-        n = -(-count // g)
+        scales = np.empty((-(-count // g), self.scales), np.float32)
+        codes, read = np.empty(count, np.uint8), np.empty(count, np.float32)
+        run = max(1, (1 << 20) // g)  # groups
+        for first in range(0, len(scales), run):
+            at = slice(first * g, min((first + run) * g, count))
+            scales[first : first + run], codes[at], read[at] = self._write(values[at], g)
+        return np.concatenate([_bf16_bytes(scales), pack(codes, self.width)]), read
+
+    def _write(self, values: Floats, g: int) -> tuple[Floats, NDArray[np.integer], Floats]:
+        """Scales [groups, scales], codes and what they are read as, of whole groups (the last may be short)."""
+        count, n = len(values), -(-len(values) // g)
         groups = np.zeros((n, g), np.float32)
         groups.reshape(-1)[:count] = values
         counts = np.full(n, g, np.float32)
-        if count % g:
-            counts[-1] = count % g
+        counts[-1] = count - (n - 1) * g
         with np.errstate(all="ignore"):  # what is not finite is found by the exchange, which looks at what comes back
             scales, codes = self._quantise(groups, counts)
             flat = codes.reshape(-1)[:count]
-            read = self._scale(flat, scales, 0, g)
-        raw = np.concatenate([_bf16_bytes(scales), pack(flat, self.width)])
-        return raw, read
+            return scales, flat, self._scale(flat, scales, 0, g)
 
     def read(self, raw: Bytes, count: int, k: int, start: int, stop: int, *, check: bool = True) -> Floats:
         """Unpack and scale."""

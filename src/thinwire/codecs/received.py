@@ -95,14 +95,14 @@ class Received:
 
     def _check_own(self, encoded: Encoded) -> float:
         """What `_check` does, for the message that this worker made itself."""
-        square = 0.0
-        for values in encoded.values():
-            self._largest = max(self._largest, float(values.max()), -float(values.min()))
-            if self.mean.needs_norms:
-                square += float(np.square(values, dtype=np.float64).sum())
         if self._kept is not None:
             self._kept.append([indices for indices in encoded.indices() if indices is not None])
-        return square
+        return sum(self._note(values) for values in encoded.values())
+
+    def _note(self, values: Floats) -> float:
+        """Remember the largest of some values; returns the sum of their squares where norms are asked for."""
+        self._largest = max(self._largest, float(values.max()), -float(values.min()))
+        return float(np.square(values, dtype=np.float64).sum()) if self.mean.needs_norms else 0.0
 
     def _check(self, rank: int) -> float:
         """Read all of a message once; returns the square of its norm."""
@@ -134,10 +134,7 @@ class Received:
     def _check_values(self, raw: Bytes, count: int, k: int) -> float:
         square, step = 0.0, k * max(1, (1 << 20) // k)
         for at in range(0, count, step):
-            values = self.chain.values.read(raw, count, k, at, min(at + step, count))
-            self._largest = max(self._largest, float(values.max()), -float(values.min()))
-            if self.mean.needs_norms:
-                square += float(np.square(values, dtype=np.float64).sum())
+            square += self._note(self.chain.values.read(raw, count, k, at, min(at + step, count)))
         return square
 
     # --- Decoding --------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from mkdocs.structure.pages import Page
 
 PACKAGES = ("thinwire", "thinwire.links", "thinwire.codecs", "thinwire.sim", "thinwire.algorithms", "thinwire.tasks")
 MODULES = (
+    "thinwire.agreement",
     "thinwire.algorithm",
     "thinwire.codecs.selection",
     "thinwire.codecs.shared_seed",
@@ -40,6 +41,7 @@ MODULES = (
     "thinwire.run.checkpoint",
     "thinwire.schedules",
     "thinwire.tasks.task",
+    "thinwire.wrapper",
 )
 REFERENCE = "api/"
 

@@ -251,8 +251,11 @@ def test_it_hides_behind_computing_and_slots_may_grow_meanwhile() -> None:
 def test_slots_of_another_shape_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"slot 0 must be float32\[60, 128\] \(see slot_shapes\), got float32\[60, 100\]"):
         share(SoloLink(), DCT(64) >> TopK(8), [torch.zeros(60, 100)], [torch.zeros(60, 100)])
-    with pytest.raises(ConfigError, match="no state can live in the domain of RandomOrthogonal"):
-        share(SoloLink(), RandomOrthogonal(64) >> TopK(8), [torch.zeros(64, 64)], [torch.zeros(64, 64)])
+    with pytest.raises(ConfigError, match=r"slot 0 must be float32\[60, 64\]"):
+        share(SoloLink(), RandomOrthogonal(64) >> TopK(8), [torch.zeros(64, 64)], [torch.zeros(60, 64)])
+    two = [torch.zeros(64, 64)] * 2
+    with pytest.raises(ConfigError, match="1 numbers for 2 tensors"):
+        share(SoloLink(), DCT(64) >> TopK(8), [torch.zeros(64, 64), torch.zeros(64, 64)], two, decay=1.0, scale=[1.0])
 
 
 # --- Shards ------------------------------------------------------------------------------------------------------------------

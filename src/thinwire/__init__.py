@@ -13,8 +13,10 @@ __version__ = "0.1.0"
 _HOME = {
     "Algorithm": "thinwire.algorithm",
     "Policy": "thinwire.algorithm",
-    "Wrapper": "thinwire.algorithm",
+    "Wrapper": "thinwire.wrapper",
     "DataParallel": "thinwire.algorithms",
+    "DeMo": "thinwire.algorithms",
+    "DecoupledDiLoCo": "thinwire.algorithms",
     "DiLoCo": "thinwire.algorithms",
     "LocalSGD": "thinwire.algorithms",
     "All": "thinwire.codecs",
@@ -36,7 +38,8 @@ _HOME = {
     "TwoBit": "thinwire.codecs",
     "parse_codec": "thinwire.codecs",
     "average": "thinwire.exchange",
-    "broadcast": "thinwire.exchange",
+    "broadcast": "thinwire.agreement",
+    "running_statistics": "thinwire.agreement",
     "post_average": "thinwire.exchange",
     "post_share": "thinwire.exchange",
     "share": "thinwire.exchange",
@@ -62,8 +65,9 @@ __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
     from thinwire import errors
-    from thinwire.algorithm import Algorithm, Policy, Wrapper
-    from thinwire.algorithms import DataParallel, DiLoCo, LocalSGD
+    from thinwire.agreement import broadcast, running_statistics
+    from thinwire.algorithm import Algorithm, Policy
+    from thinwire.algorithms import DataParallel, DecoupledDiLoCo, DeMo, DiLoCo, LocalSGD
     from thinwire.codecs import (
         DCT,
         All,
@@ -84,7 +88,7 @@ if TYPE_CHECKING:
         TwoBit,
         parse_codec,
     )
-    from thinwire.exchange import average, broadcast, post_average, post_share, share
+    from thinwire.exchange import average, post_average, post_share, share
     from thinwire.links import (
         Flaky,
         Link,
@@ -100,6 +104,7 @@ if TYPE_CHECKING:
     from thinwire.payload import Payload
     from thinwire.schedules import Every, Staggered, Union, Warmup
     from thinwire.sim import World
+    from thinwire.wrapper import Wrapper
 
 
 def __getattr__(name: str) -> object:

@@ -14,13 +14,15 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypedDict, Unpack
+from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thinwire.codecs import Codec, Dense, Mean
+from thinwire.agreement import compare_replicas, drift, handshake, hash_tensors
+from thinwire.codecs import Chain, Codec, Dense, Mean
+from thinwire.codecs.chain import PerTensor
 from thinwire.errors import (
     CheckpointError,
     ConfigError,
@@ -30,15 +32,16 @@ from thinwire.errors import (
     check_choice,
     check_whole_number,
 )
-from thinwire.exchange import average, compare_replicas, describe, handshake, hash_tensors, message_nbytes
+from thinwire.exchange import PendingShare, average, message_nbytes, post_share
 from thinwire.links.base import Link
 from thinwire.links.shards import Shards, local, reshard
-from thinwire.payload import all_finite
+from thinwire.payload import all_finite, describe
 from thinwire.schedules import Schedule, as_schedule
 
 log = logging.getLogger("thinwire")
 
-Start = Literal["zeros", "param"]  # what a state slot begins as
+# What a state slot begins as: zeros like the parameter, a copy of it, or zeros in the domain of the codec's transform.
+Start = Literal["zeros", "param", "coded"]
 
 _COUNTERS = ("thinwire_step", "thinwire_round", "thinwire_synced")
 
@@ -52,12 +55,18 @@ class Policy(TypedDict, total=False):
         on_nonfinite: after a NaN or Inf, "skip" the step or round and go on, or "raise" on every worker.
         alarm_every: compare a hash of what must be bit-equal every so many rounds; 0 never.
         on_divergence: when that comparison fails, "raise" or "warn".
+        buffers: what is not trained but should be the same everywhere, averaged in float32 after rounds:
+            `thinwire.running_statistics(model)` where a model has BatchNorm.
+        buffers_every: rounds between those averagings; 0 means every round for methods with local steps, and every 32nd for
+            those that exchange at every step. `finish()` always does it.
     """
 
     on_abort: Literal["keep", "restore"]
     on_nonfinite: Literal["skip", "raise"]
     alarm_every: int
     on_divergence: Literal["raise", "warn"]
+    buffers: Iterable[Tensor]
+    buffers_every: int
 
 
 class Algorithm(Optimizer):
@@ -69,16 +78,19 @@ class Algorithm(Optimizer):
         defaults: settings that may differ per group, such as lr.
         H: exchange every H steps, or a `Schedule`.
         codec: what is sent.
-        slots: name -> "zeros" or "param": state kept per parameter, made at once, in float32 or wider.
+        slots: name -> "zeros", "param" or "coded": state kept per parameter, made at once, in float32 or wider. A "coded" one
+            has the shape that the codec's chain keeps for it (`Chain.slot_shapes`).
         settings: what must agree on all workers besides; shown by `repr`.
         on_abort: see `Policy`.
         on_nonfinite: see `Policy`.
         alarm_every: see `Policy`.
         on_divergence: see `Policy`.
+        buffers: see `Policy`.
+        buffers_every: see `Policy`.
     """
 
     name: ClassVar[str] = ""
-    replicated: ClassVar[frozenset[str]] = frozenset()
+    replicated: frozenset[str] = frozenset()
     synced: frozenset[str] = frozenset()
     sends_fragments: ClassVar[bool] = False
 
@@ -100,6 +112,8 @@ class Algorithm(Optimizer):
         on_nonfinite: Literal["skip", "raise"] = "skip",
         alarm_every: int = 64,
         on_divergence: Literal["raise", "warn"] = "raise",
+        buffers: Iterable[Tensor] = (),
+        buffers_every: int = 0,
     ):
         """Check the settings and make every state slot."""
         if not isinstance(link, Link):
@@ -108,12 +122,15 @@ class Algorithm(Optimizer):
         check_choice("on_nonfinite", on_nonfinite, ("skip", "raise"))
         check_choice("on_divergence", on_divergence, ("raise", "warn"))
         check_whole_number("alarm_every", alarm_every, least=0)
+        check_whole_number("buffers_every", buffers_every, least=0)
         self.link, self.schedule, self.codec = link, as_schedule(H), codec or Dense()
         if self.schedule.fragments > 1 and not self.sends_fragments:
             raise ConfigError(f"{type(self).__name__} sends the model whole, got a schedule of fragments: {self.schedule!r}")
         self.on_abort, self.on_nonfinite = on_abort, on_nonfinite
         self.alarm_every, self.on_divergence = alarm_every, on_divergence
         self.settings = dict(settings or {})
+        self.buffers = [b for b in buffers if b.is_floating_point()]
+        self.buffers_every = buffers_every or (32 if self.schedule.due(1) and self.schedule.due(2) else 1)
         self.due: tuple[int, ...] = ()
         self.aborted_rounds = 0
         self._slots = dict(slots or {})
@@ -156,6 +173,35 @@ class Algorithm(Optimizer):
             weight=weight,
         )
 
+    def post_share(
+        self,
+        slot: str,
+        tensors: Sequence[Tensor],
+        *,
+        mean: Mean | None = None,
+        weight: float | None = None,
+        decay: PerTensor = 1.0,
+        scale: PerTensor | None = None,
+        round: int | None = None,
+    ) -> PendingShare:
+        """The network line of methods whose state is "coded": `average` without a copy of the model, begun and not waited for.
+
+        Adds `tensors` to the slot first where `scale` is given; see `thinwire.share`. The round is this one unless given.
+        """
+        return post_share(
+            self.link,
+            self.codec,
+            self.slot(slot),
+            tensors,
+            round=self.rounds if round is None else round,
+            withdraw=self._withdrawn or None,
+            any_shard=self.shards.any,
+            mean=mean,
+            weight=weight,
+            decay=decay,
+            scale=scale,
+        )
+
     def commit(self) -> None:
         """The commit line: below it, and only below it, shared state may change."""
         self.link.commit()
@@ -179,8 +225,17 @@ class Algorithm(Optimizer):
         return [local(p.detach()) for p in self._active]
 
     def slot(self, name: str) -> list[Tensor]:
-        """This process's part of the state slot `name`, in the order of `params()`."""
-        return [local(self.state[p][name]) for p in self._active]
+        """This process's part of the state slot `name`, in the order of `params()`; of those parameters that have it."""
+        return [local(self.state[p][name]) for p in self._active if name in self.state[p]]
+
+    def gradients(self) -> list[Tensor]:
+        """This process's part of every gradient, in the order of `params()`; zeros where a parameter has none."""
+        return [torch.zeros_like(local(p.detach())) if p.grad is None else local(p.grad) for p in self._active]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter group of each of `params()`: where its lr and other settings are."""
+        found = {p: group for group in self.param_groups for p in group["params"]}
+        return [found[p] for p in self._active]
 
     @property
     def steps(self) -> int:
@@ -213,7 +268,7 @@ class Algorithm(Optimizer):
             self._greet()
             self._refuse_strangers()
             self._unscale_gradients()
-            self._set_counter("thinwire_step", self.steps + 1)
+            self._set_counter("thinwire_step", self._next_step())
             self.link.tick()
             self.local_step()
             self.due = self.schedule.due(self.steps)
@@ -221,15 +276,20 @@ class Algorithm(Optimizer):
                 self._round()
         return loss
 
+    def _next_step(self) -> int:
+        """What the counter of steps becomes with the one that is being taken."""
+        return self.steps + 1
+
     def finish(self) -> None:
         """Exchange what local steps have gathered since the last round, so that no worker's last steps are lost.
 
         Call it on all workers after the last step; it does nothing where the last step ended with a round.
         """
-        if self.pending_steps > 0 and "param" not in self.replicated:
-            with torch.no_grad():
+        with torch.no_grad():
+            if self.pending_steps > 0 and "param" not in self.replicated:
                 self.due = tuple(range(self.schedule.fragments))
                 self._round()
+            self.average_buffers()
 
     @contextlib.contextmanager
     def shared_model(self, model: nn.Module | None = None) -> Iterator[None]:
@@ -241,8 +301,16 @@ class Algorithm(Optimizer):
         with self._swapped_in(self._agreed(), model):
             yield
 
+    def drift(self, link: Link | None = None) -> float:
+        """How far apart the models are that `shared_model` shows on the workers; 0 exactly where they are bit-equal.
+
+        Args:
+            link: where the exchange shall go instead of this optimizer's own link, for instance past a meter.
+        """
+        return drift(link or self.link, self._agreed() or self.params(), shards=self.shards)
+
     def _agreed(self) -> list[Tensor] | None:
-        """The parameters all workers agreed on last, where they are not the parameters themselves."""
+        """The parameters to evaluate and ship, where they are not the parameters themselves."""
         return None
 
     @contextlib.contextmanager
@@ -251,11 +319,11 @@ class Algorithm(Optimizer):
             yield
             return
         mine = [x.clone() for x in self.params()]
-        _overwrite(self.params(), other, model)
+        overwrite(self.params(), other, model)
         try:
             yield
         finally:
-            _overwrite(self.params(), mine, model)
+            overwrite(self.params(), mine, model)
 
     def _round(self) -> None:
         self._set_counter("thinwire_round", self.rounds + 1)
@@ -264,10 +332,25 @@ class Algorithm(Optimizer):
         except RoundAborted as refusal:
             self.refuse(refusal)
         else:
+            if self.rounds % self.buffers_every == 0:
+                self.average_buffers()
             if self.alarm_every and self.rounds % self.alarm_every == 0:
                 self._check_replicas()
         finally:
             self._withdrawn = False
+
+    def average_buffers(self) -> None:
+        """Give all workers the mean of the buffers; a worker whose own are not finite is named and everybody keeps theirs."""
+        if not self.buffers:
+            return
+        mine = [local(b) for b in self.buffers]
+        try:
+            mean, _ = average(self.link, Dense(), mine, round=self.rounds, any_shard=self.shards.any, purpose="buffers")
+        except NonFiniteRound as refusal:
+            log.warning("buffers: %s; all keep their own", refusal)
+            return
+        for b, agreed in zip(mine, mean, strict=True):
+            b.copy_(agreed)
 
     def refuse(self, refusal: RoundAborted) -> None:
         """Go on without a round that did not take place, or raise, as the policies say."""
@@ -298,6 +381,8 @@ class Algorithm(Optimizer):
             "on_nonfinite": self.on_nonfinite,
             "alarm_every": self.alarm_every,
             "on_divergence": self.on_divergence,
+            "buffers_every": self.buffers_every,
+            "buffers": [describe(local(b)) for b in self.buffers],
         }
         return {
             "algorithm": type(self).__name__,
@@ -325,8 +410,8 @@ class Algorithm(Optimizer):
                 parts[key] = self.params()
             elif key == "inner":
                 parts.update({f"inner.{k}": v for k, v in self.inner_state().items()})
-            else:
-                parts[key] = self.slot(key)
+            elif values := self.slot(key):
+                parts[key] = values
         return parts
 
     def inner_state(self) -> dict[str, list[Tensor]]:
@@ -335,6 +420,8 @@ class Algorithm(Optimizer):
 
     def _check_replicas(self) -> None:
         hashes = {name: hash_tensors(tensors) for name, tensors in self.shared_state().items()}
+        if not hashes:  # a method that lets everything drift
+            return
         try:
             compare_replicas(self.link, hashes, round=self.rounds, any_shard=self.shards.any)
         except Diverged as alarm:
@@ -393,8 +480,28 @@ class Algorithm(Optimizer):
             state = self.state[p]
             wide = torch.promote_types(p.dtype, torch.float32)  # a decay of 0.999 would be lost in bf16
             for name, start in self._slots.items():
-                state[name] = p.detach().to(wide, copy=True) if start == "param" else torch.zeros_like(p, dtype=wide)
+                if start != "coded" and self.wants(name, group):
+                    state[name] = p.detach().to(wide, copy=True) if start == "param" else torch.zeros_like(p, dtype=wide)
+        self._make_coded()
         self._greeted = False
+
+    def wants(self, slot: str, group: Mapping[str, Any]) -> bool:  # noqa: ARG002
+        """Whether the parameters of a group have this slot; all of them, unless a method says otherwise."""
+        return True
+
+    def _make_coded(self) -> None:
+        """Make the slots whose shape is the codec's affair: it depends on all tensors of a message."""
+        names = [name for name, start in self._slots.items() if start == "coded"]
+        if not names or not self._active:
+            return
+        shapes = Chain.of(self.codec).slot_shapes(self.params())
+        for p, shape in zip(self._active, shapes, strict=True):
+            for name in names:
+                before = self.state[p].get(name)
+                if before is None or before.shape != torch.Size(shape):
+                    if before is not None and bool(before.any()):
+                        log.warning("with the parameters added, tensors of a message lie otherwise: a %s begins anew", name)
+                    self.state[p][name] = torch.zeros(shape, device=local(p).device)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state that `state_dict()` gave; checked as a whole before anything changes."""
@@ -418,11 +525,11 @@ class Algorithm(Optimizer):
         keys = [key for group in groups for key in group["params"]]
         state = {index: state_dict["state"].get(key, {}) for index, key in enumerate(keys)}
         for index, p in self._indexed():
-            for name in self._slots:
+            for name, mine in self.state[p].items():
                 if name not in state[index]:
                     raise CheckpointError(f"state of tensor {index} has no {name!r}, only {sorted(state[index])}")
-                if state[index][name].shape != p.shape:
-                    shapes = f"{tuple(state[index][name].shape)}, the parameter has {tuple(p.shape)}"
+                if state[index][name].shape != mine.shape:
+                    shapes = f"{tuple(state[index][name].shape)}, here it has {tuple(mine.shape)}"
                     raise CheckpointError(f"{name!r} of tensor {index} has shape {shapes}")
         return state
 
@@ -433,8 +540,8 @@ class Algorithm(Optimizer):
     def _load_slots(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         with torch.no_grad():
             for index, p in self._indexed():
-                for name in self._slots:
-                    self.state[p][name].copy_(state[index][name])
+                for name, mine in self.state[p].items():
+                    mine.copy_(state[index][name])
 
     def _indexed(self) -> list[tuple[int, Tensor]]:
         """Every parameter that takes part, with its number in `state_dict()`."""
@@ -454,149 +561,13 @@ class Algorithm(Optimizer):
         return f"{type(self).__name__}({settings})"
 
 
-class Wrapper(Algorithm):
-    """Base of the methods around an inner optimizer: any `torch.optim.Optimizer`, which keeps its own state.
-
-    The parameter groups are the inner optimizer's own, so an LR scheduler on the wrapper drives the inner optimizer. The two
-    state dicts stay apart (a shared one would break Adam's lazy initialisation) and are merged in `state_dict()`, where the
-    inner optimizer's keys have the prefix "inner.".
-
-    Args:
-        inner: the optimizer that takes the local steps.
-        link: this worker's end of the wire.
-        H: exchange every H steps, or a `Schedule`.
-        codec: what is sent.
-        slots: see `Algorithm`.
-        settings: see `Algorithm`.
-        policy: see `Policy`.
-    """
-
-    def __init__(
-        self,
-        inner: Optimizer,
-        link: Link,
-        *,
-        H: int | Schedule = 1,
-        codec: Codec | None = None,
-        slots: Mapping[str, Start] | None = None,
-        settings: Mapping[str, object] | None = None,
-        **policy: Unpack[Policy],
-    ):
-        """Take over the inner optimizer's parameter groups."""
-        if not isinstance(inner, Optimizer):
-            raise ConfigError(f"the inner optimizer must be a torch.optim.Optimizer, got {type(inner).__name__}")
-        if isinstance(inner, torch.optim.LBFGS):
-            raise ConfigError("LBFGS evaluates its closure several times a step and cannot be an inner optimizer")
-        if isinstance(inner, Algorithm):
-            raise ConfigError(f"{type(inner).__name__} cannot be the inner optimizer of {type(self).__name__}: it uses a link")
-        self._wrapping = True
-        settings = {"inner": type(inner).__name__, **(settings or {})}
-        super().__init__(inner.param_groups, link, H=H, codec=codec, slots=slots, settings=settings, **policy)
-        self.inner = inner
-        self.defaults = {**inner.defaults, **self.defaults}
-        self.param_groups = inner.param_groups  # one list, so that whoever sets an lr sets it for both
-        self._wrapping = False
-
-    def local_step(self) -> None:
-        """One step of the inner optimizer; skipped when this worker's gradient is not finite."""
-        if self.gradients_finite():
-            self.inner.step()
-            return
-        log.warning("rank %d, step %d: NaN or Inf in the gradient, local step skipped", self.link.rank, self.steps)
-        # To raise here would leave the others waiting for this worker: all raise together in the next round.
-        self._withdrawn = self.on_nonfinite == "raise"
-
-    def restore(self) -> None:
-        """Back to the last agreed parameters, with whatever is not finite in the inner optimizer's state set to zero."""
-        if "anchor" in self._slots:
-            _overwrite(self.params(), self.slot("anchor"))
-            for tensors in self.inner_state().values():
-                for t in tensors:
-                    t.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-
-    def _agreed(self) -> list[Tensor] | None:
-        return self.slot("anchor") if "anchor" in self._slots else None
-
-    def inner_state(self) -> dict[str, list[Tensor]]:
-        """The inner optimizer's tensors that have their parameter's shape, by key (exp_avg, momentum_buffer, ...)."""
-        found: dict[str, list[Tensor]] = {}
-        for p in self._active:
-            for key, value in self.inner.state.get(p, {}).items():
-                if isinstance(value, Tensor) and value.is_floating_point() and value.shape == p.shape and key != "step":
-                    found.setdefault(key, []).append(local(value))
-        return found
-
-    def make_inner_state(self) -> None:
-        """Make the inner optimizer's state where it is not there yet, as if it had begun at zero.
-
-        A worker that has skipped a step, or has had no gradient for some parameter, has no state for it; one that averages
-        moments needs them all.
-        """
-        for p in self._active:
-            if not self.inner.state.get(p):
-                made = _placeholders(self.inner, p)
-                odd = [k for k, v in made.items() if isinstance(v, Tensor) and v.shape != p.shape and k != "step"]
-                if odd:
-                    raise ConfigError(f"{type(self.inner).__name__} keeps {odd[0]!r}, which does not begin at zero")
-                self.inner.state[p] = made
-
-    # --- Parameter groups and state dicts ------------------------------------------------------------------------------
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to the inner optimizer and make their slots."""
-        if self._wrapping:
-            super().add_param_group(param_group)
-        else:
-            self.inner.add_param_group(param_group)  # appends to the list that both share
-            self._adopt(self.param_groups[-1])
-
-    def state_dict(self) -> dict[str, Any]:
-        """One dict with the state of both; the inner optimizer's keys have the prefix "inner."."""
-        merged, inner = super().state_dict(), self.inner.state_dict()["state"]
-        for index, p in self._indexed():
-            made = inner.get(index) or {}
-            entries = made or _placeholders(self.inner, p)
-            # Whether the inner optimizer had state of its own yet: placeholders are for checkpoint readers that only fill
-            # in what the reader already has, and are dropped on loading.
-            merged["state"].setdefault(index, {})["inner_ready"] = torch.tensor(float(bool(made)))
-            merged["state"][index].update({f"inner.{key}": value for key, value in entries.items()})
-        return merged
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state that `state_dict()` gave; checked as a whole before anything changes."""
-        state = self._checked(state_dict)
-        inner = {}
-        for index, entries in state.items():
-            if bool(entries.get("inner_ready", False)):
-                inner[index] = {k.removeprefix("inner."): v for k, v in entries.items() if k.startswith("inner.")}
-        numbers = iter(range(len(state)))
-        groups = [{**g, "params": [next(numbers) for _ in g["params"]]} for g in state_dict["param_groups"]]
-        self.inner.load_state_dict({"state": inner, "param_groups": groups})
-        self.param_groups = self.inner.param_groups  # loading has replaced the list
-        self._load_slots(state)
-        self._greeted = False  # all workers must have loaded the same step
-
-
-def _overwrite(params: list[Tensor], values: list[Tensor], model: nn.Module | None = None) -> None:
+def overwrite(params: list[Tensor], values: list[Tensor], model: nn.Module | None = None) -> None:
+    """Copy `values` into parameters; give the model where FSDP2 shards it."""
     with torch.no_grad():
         for x, value in zip(params, values, strict=True):
             x.copy_(value)
     if model is not None:
         reshard(model)
-
-
-def _placeholders(inner: Optimizer, p: Tensor) -> dict[str, Any]:
-    """The state that `inner` would make for `p` at its first step, zeroed; found by stepping a twin on a tensor of zeros."""
-    group = next(g for g in inner.param_groups if any(q is p for q in g["params"]))
-    stand_in = torch.nn.Parameter(torch.zeros_like(p.detach()))
-    stand_in.grad = torch.zeros_like(stand_in)
-    twin = object.__new__(type(inner))
-    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # the user's: this is no step of theirs
-    twin.__dict__.update({k: type(v)() if k in hooks else v for k, v in inner.__dict__.items() if k != "step"})
-    twin.state = type(inner.state)(dict)
-    twin.param_groups = [{**group, "params": [stand_in]}]
-    twin.step()
-    return {k: torch.zeros_like(v) if isinstance(v, Tensor) else v for k, v in twin.state.get(stand_in, {}).items()}
 
 
 def _plain(value: object) -> object:

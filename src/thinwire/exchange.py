@@ -1,34 +1,27 @@
-"""The one place where codec meets link: `average()`, and the gates that every exchange passes.
+"""The one place where codec meets link: `average()`, and `share()` for state that lives in the domain of a transform.
 
-Three gates:
-
-* `handshake`: before the first round the workers compare what they were started with and refuse a difference by its name;
-* the finite gate inside `average`: a contribution with NaN or Inf is found before anything is averaged, and the round is
-  refused on ALL workers with the culprit named, so that no worker's state has changed;
-* `compare_replicas`: every few rounds a hash of what must be bit-equal is compared.
+Both pass the finite gate: a contribution with NaN or Inf is found before anything is averaged, and the round is refused on ALL
+workers with the culprit named, so that no worker's shared state has changed. The other gates are in `agreement`.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypedDict, TypeVar, Unpack
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire.codecs.aggregate import Mean
 from thinwire.codecs.base import Codec
-from thinwire.codecs.chain import Chain, Encoded
+from thinwire.codecs.chain import Chain, Encoded, PerTensor
 from thinwire.codecs.dense import Dense
 from thinwire.codecs.received import Received
-from thinwire.codecs.wire import HEADER_NBYTES, VERSION, Envelope, fingerprint, seal, unseal
-from thinwire.errors import ConfigError, Diverged, FingerprintMismatch, NonFiniteRound, WireError, check_whole_number
+from thinwire.codecs.wire import HEADER_NBYTES, Envelope, fingerprint, seal, unseal
+from thinwire.errors import ConfigError, NonFiniteRound, WireError, check_whole_number
 from thinwire.links.base import Link, Ticket
-from thinwire.links.shards import local
 from thinwire.payload import Payload, all_finite
 
 T = TypeVar("T")
@@ -37,7 +30,8 @@ T = TypeVar("T")
 AnyShard = Callable[[bool], bool]
 
 
-def _alone(flag: bool) -> bool:
+def alone(flag: bool) -> bool:
+    """The `AnyShard` of a worker that is one process."""
     return flag
 
 
@@ -53,6 +47,7 @@ class Options(TypedDict, total=False):
             shards of a worker refuse a round together.
         mean: how the contributions are combined; only the plain mean can be left to the wire, so a linear codec takes no other.
         weight: how much this worker's contribution counts; equal by default. Given by all workers or by none.
+        purpose: what stands in meters and error messages.
     """
 
     round: int
@@ -61,6 +56,7 @@ class Options(TypedDict, total=False):
     any_shard: AnyShard
     mean: Mean | None
     weight: float | None
+    purpose: str
 
 
 def average(
@@ -92,14 +88,15 @@ def post_average(
     round: int = 0,
     want_sent: bool = False,
     withdraw: bool = False,
-    any_shard: AnyShard = _alone,
+    any_shard: AnyShard = alone,
     mean: Mean | None = None,
     weight: float | None = None,
+    purpose: str = "round",
 ) -> PendingAverage:
     """Start an `average`; compute while it is under way and call `wait()` on the result later."""
     tensors = list(tensors)
     like = [torch.empty_like(t, device="meta") for t in tensors]  # shapes only: the tensors may change meanwhile
-    mail = Mail(link, codec, like, round, any_shard, mean or Mean(), weight)
+    mail = Mail(link, codec, like, round, any_shard, mean or Mean(), weight, purpose)
     scaled = tensors if weight is None or not codec.linear else [t * weight for t in tensors]
     if codec.linear:
         body = codec.encode(scaled, round=round, spare=mail.spare)
@@ -109,7 +106,9 @@ def post_average(
     if not isinstance(codec, Dense):  # it may leave a NaN out, or turn it into something finite: look at what goes in
         finite = finite and all_finite(tensors)
     sent = []
-    if want_sent:  # decoded from a copy: the link reduces into the payload's own buffer
+    if want_sent and not finite:  # the round will be refused; to decode a NaN would raise on this worker alone
+        sent = [torch.zeros_like(t) for t in tensors]
+    elif want_sent:  # decoded from a copy: the link reduces into the payload's own buffer
         sent = codec.decode(mail.strip(body.like(body.data.clone())), tensors, round=round)
         if codec.linear and weight:
             sent = [s / weight for s in sent]
@@ -144,6 +143,7 @@ class Mail:
     any_shard: AnyShard
     mean: Mean
     weight: float | None
+    purpose: str = "round"
 
     def __post_init__(self) -> None:
         """Refuse what the wire cannot do."""
@@ -173,6 +173,7 @@ class Mail:
     def post(self, body: Payload, bad: bool) -> Ticket:
         """Put a body (with room behind it) on its way."""
         bad = self.any_shard(bad)
+        body = replace(body, purpose=self.purpose)
         if not self.codec.linear:
             if bad:
                 body = body.like(torch.zeros_like(body.data))
@@ -302,12 +303,12 @@ class ShareOptions(Options, total=False):
     """Keyword arguments of `share` and `post_share`: those of `average`, and an accumulation in the same pass over memory.
 
     Attributes:
-        decay: with `scale`, slots <- decay * slots + scale * transform(like) comes first.
+        decay: with `scale`, slots <- decay * slots + scale * transform(like) comes first; one number, or one per tensor.
         scale: see `decay`; by default the slots are encoded as they are.
     """
 
-    decay: float
-    scale: float | None
+    decay: PerTensor
+    scale: PerTensor | None
 
 
 def post_share(
@@ -319,20 +320,22 @@ def post_share(
     round: int = 0,
     want_sent: bool = True,  # noqa: ARG001  (costs nothing here)
     withdraw: bool | None = None,
-    any_shard: AnyShard = _alone,
+    any_shard: AnyShard = alone,
     mean: Mean | None = None,
     weight: float | None = None,
-    decay: float = 1.0,
-    scale: float | None = None,
+    purpose: str = "round",
+    decay: PerTensor = 1.0,
+    scale: PerTensor | None = None,
 ) -> PendingShare:
     """Start a `share`; compute while it is under way and call `wait()` on the result later."""
     chain = Chain.of(chain)
     shapes = [torch.empty_like(t, device="meta") for t in like]
-    mail = Mail(link, chain, shapes, round, any_shard, mean or Mean(), weight)
+    mail = Mail(link, chain, shapes, round, any_shard, mean or Mean(), weight, purpose)
     if scale is None and decay != 1.0:
         raise ConfigError(f"decay={decay!r} without scale does nothing: give both, or accumulate first")
     # Without an accumulation it is the slots that may hold something bad where a selection does not look.
     bad = withdraw if withdraw is not None else not all_finite(slots if scale is None else like)
+    bad = any_shard(bad)  # before anything is accumulated: all shards of a worker leave its gradient out together
     if bad:
         scale = None  # slots outlive the round: nothing bad may enter them
     encoded = chain.encode_slots(slots, like, round=round, decay=decay, scale=scale)
@@ -377,168 +380,14 @@ class Share:
     encoded: Encoded
     received: Received
 
-    def take_from(self, slots: Sequence[Tensor], *, scale: float = 1.0) -> None:
+    def take_from(self, slots: Sequence[Tensor], *, scale: PerTensor = 1.0) -> None:
         """Subtract from slots exactly what the others read in this worker's message, or a part of it."""
         self.encoded.take_from(slots, scale=scale)
 
-    def each(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def each(self, tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> Iterator[Any]:
         """Go through tensors and the mean side by side: see `Received.each`."""
-        return self.received.each(tensors)
+        return self.received.each(tensors, *others)
 
     def tensors(self) -> list[Tensor]:
         """The mean as tensors."""
         return self.received.tensors()
-
-
-# --- The handshake -----------------------------------------------------------------------------------------------------
-
-
-def handshake(link: Link, fingerprint: Mapping[str, object], *, any_shard: AnyShard = _alone) -> None:
-    """Refuse to begin unless all workers were started with the same settings.
-
-    Args:
-        link: the wire.
-        fingerprint: names and JSON-able values of all that must agree.
-        any_shard: see `Options`.
-
-    Raises:
-        FingerprintMismatch: on every worker, naming what differs, where, and both values.
-    """
-    told = {"wire version": VERSION, **fingerprint}
-    text = json.dumps(told, default=str)
-    digest = hashlib.sha256(json.dumps(told, default=str, sort_keys=True).encode()).digest()
-    digests = link.all_gather(Payload.of_bytes(digest, purpose="handshake", fixed=True))
-    differ = len({d.to_bytes() for d in digests}) > 1
-    if not any_shard(differ):
-        return
-    if not differ:
-        raise FingerprintMismatch("workers were started differently: another shard of this worker says in what")
-    texts = link.all_gather(Payload.of_bytes(text.encode(), purpose="handshake"))
-    first, *others = [json.loads(t.to_bytes()) for t in texts]
-    for rank, other in enumerate(others, start=1):
-        differences = _differences(first, other, rank)
-        if differences:
-            more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
-            hint = _SEED_HINT if differences[0].startswith("starting value") else ""
-            raise FingerprintMismatch(f"workers were started differently: {'; '.join(differences[:3])}{more}{hint}")
-    raise AssertionError("digests differ, but no setting does")
-
-
-_SEED_HINT = ": seed all workers alike before the model is built, or call thinwire.broadcast(link, model)"
-
-
-class _Missing:
-    def __repr__(self) -> str:
-        return "missing"
-
-
-_MISSING = _Missing()
-
-
-def _differences(first: object, other: object, rank: int, name: str = "") -> list[str]:
-    """What differs, as sentences, one per leaf."""
-    if isinstance(first, dict) and isinstance(other, dict):
-        keys = [*first, *(k for k in other if k not in first)]  # in the order of telling: the method before its details
-        pairs = [(k, first.get(k, _MISSING), other.get(k, _MISSING)) for k in keys]
-        return [d for k, a, b in pairs for d in _differences(a, b, rank, f"{name}.{k}" if name else k)]
-    if isinstance(first, list) and isinstance(other, list) and len(first) == len(other):
-        pairs = enumerate(zip(first, other, strict=True))
-        return [d for i, (a, b) in pairs for d in _differences(a, b, rank, f"{name}[{i}]")]
-    if isinstance(first, list) and isinstance(other, list):
-        return [f"{name} has {len(first)} entries on rank 0 and {len(other)} on rank {rank}"]
-    if json.dumps(first, default=repr) == json.dumps(other, default=repr):  # as text, so that 1 and True are two things
-        return []
-    return [f"{name} is {first!r} on rank 0 and {other!r} on rank {rank}"]
-
-
-def describe(tensor: Tensor) -> str:
-    """Dtype and shape, for fingerprints and the people who read them: float32[4, 4]."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-# --- Starting alike ------------------------------------------------------------------------------------------------------
-
-
-def broadcast(link: Link, model: nn.Module) -> None:
-    """Overwrite the parameters and buffers of `model` on all workers with worker 0's, bit for bit.
-
-    For workers that cannot be seeded alike, or of which only one has loaded the weights. Call it on all workers before the
-    optimizer is made. On a sharded model every process receives its own shard.
-
-    Args:
-        link: the wire.
-        model: the same architecture on all workers, which is checked first.
-    """
-    tensors = [local(t.detach()) for t in [*model.parameters(), *model.buffers()]]
-    handshake(link, {"tensor": [describe(t) for t in tensors]})
-    for batch in _batches(tensors):
-        raw = [t.contiguous().flatten().view(torch.uint8) for t in batch]
-        told = link.broadcast(Payload(torch.cat(raw), purpose="broadcast")).data
-        for t, part in zip(batch, told.split([r.numel() for r in raw]), strict=True):
-            t.copy_(part.clone().view(t.dtype).view(t.shape))  # a copy, because its place in the message may be odd
-
-
-def _batches(tensors: Sequence[Tensor], limit: int = 1 << 26) -> Iterator[list[Tensor]]:
-    """The tensors in runs of about `limit` bytes: few messages, and no second copy of a large model."""
-    batch: list[Tensor] = []
-    for t in tensors:
-        batch.append(t)
-        if sum(b.numel() * b.element_size() for b in batch) >= limit:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
-# --- The divergence alarm ----------------------------------------------------------------------------------------------
-
-
-def compare_replicas(link: Link, hashes: Mapping[str, int], *, round: int, any_shard: AnyShard = _alone) -> None:
-    """Check that what must be bit-equal on all workers is.
-
-    Args:
-        link: the wire.
-        hashes: `hash_tensors` of each named part of the state.
-        round: for the message.
-        any_shard: see `Options`.
-
-    Raises:
-        Diverged: on every worker, naming the part and the ranks that differ from rank 0.
-    """
-    mine = torch.tensor(list(hashes.values()), dtype=torch.int64)
-    gathered = link.all_gather(Payload(mine.view(torch.uint8), purpose="alarm"))
-    rows = torch.stack([p.data.cpu().view(torch.int64) for p in gathered])  # [workers, parts]
-    differs = rows != rows[0]
-    if not any_shard(bool(differs.any())):
-        return
-    parts = [
-        f"{name} on rank {', '.join(str(r) for r in differs[:, i].nonzero().flatten().tolist())}"
-        for i, name in enumerate(hashes)
-        if bool(differs[:, i].any())
-    ]
-    raise Diverged(f"round {round}: replicas are no longer bit-equal: {'; '.join(parts) or 'on another shard'} vs rank 0")
-
-
-def _weights(start: int, count: int, device: torch.device) -> Tensor:
-    """Odd 64-bit numbers that look random, one per place (the mixing of splitmix64)."""
-    z = torch.arange(start + 1, start + 1 + count, device=device).mul_(-7046029254386353131)
-    z.bitwise_xor_(z >> 30).mul_(-4658895280553007687)
-    z.bitwise_xor_(z >> 27).mul_(-7723592293110705685)
-    return z.bitwise_xor_(z >> 31).bitwise_or_(1)
-
-
-def hash_tensors(tensors: Sequence[Tensor]) -> int:
-    """A 64-bit hash of the bits of all tensors; the same on CPU and GPU, whatever the number of threads.
-
-    A sum of words times odd weights that are mixed from the place, modulo 2**64: integer addition has no order, and weights
-    that were linear in the place would let balanced changes cancel.
-    """
-    total, place = 0, 0
-    for t in tensors:
-        raw = t.detach().contiguous().flatten().view(torch.uint8)
-        words = torch.nn.functional.pad(raw, (0, -raw.numel() % 4)).view(torch.int32)
-        for chunk in words.split(1 << 20):  # bounded workspace
-            total += int(chunk.to(torch.int64).mul_(_weights(place, chunk.numel(), chunk.device)).sum())
-            place += chunk.numel()
-        place += 1
-    return (total + 2**63) % 2**64 - 2**63

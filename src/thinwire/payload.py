@@ -100,3 +100,8 @@ def split(flat: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
     if total != flat.numel():
         raise ValueError(f"a buffer of {flat.numel()} elements cannot hold tensors of {total} elements in all")
     return [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in like]), like, strict=True)]
+
+
+def describe(tensor: Tensor) -> str:
+    """Dtype and shape, for fingerprints and the people who read them: float32[4, 4]."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -621,10 +621,22 @@ def test_what_is_taken_off_depends_on_the_round() -> None:
         assert torch.equal(left[0], x[0] - back)
 
 
-def test_no_state_can_live_in_a_domain_that_changes() -> None:
+def test_slots_of_a_domain_that_changes_stay_outside_of_it() -> None:
     chain = RandomOrthogonal(8) >> TopK(3)
-    with pytest.raises(ConfigError, match=r"no state can live in the domain of RandomOrthogonal\(8\)"):
-        chain.slot_shapes([torch.empty(9, 9)])
+    x = [torch.randn(9, 9), torch.randn(5)]
+    assert chain.slot_shapes(x) == [(9, 9), (5,)]
+    slots, before = [torch.randn(9, 9), torch.randn(5)], []
+    for round in (1, 2):
+        before = [0.5 * s + 2 * t for s, t in zip(slots, x, strict=True)]
+        encoded = chain.encode_slots(slots, x, round=round, decay=0.5, scale=2.0)
+        for s, b in zip(slots, before, strict=True):
+            torch.testing.assert_close(s, b)
+        sent = chain.decode(encoded.payload, x, round=round)
+        encoded.take_from(slots, scale=[0.25, 1.0])
+        for s, b, q, part in zip(slots, before, sent, (0.25, 1.0), strict=True):
+            torch.testing.assert_close(s, b - part * q)
+    other = chain.encode_tensors(before, round=7)
+    assert not torch.equal(other.payload.data, chain.encode_tensors(before, round=8).payload.data)
 
 
 # --- Several workers -------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from tests.conformance.training import (
     assert_same,
     backward,
     build,
+    codec_of,
     model_of,
     sgd,
     shared,
@@ -32,9 +33,10 @@ from tests.conformance.training import (
     train,
 )
 from tests.processes import Pool
-from thinwire import Dense, Flaky, Metered, SoloLink, World
-from thinwire.algorithm import Algorithm, Wrapper
+from thinwire import Flaky, Metered, SoloLink, World
+from thinwire.algorithm import Algorithm
 from thinwire.network import ring_traffic
+from thinwire.wrapper import Wrapper
 
 every = pytest.mark.parametrize("name", NAMES)
 wrappers = pytest.mark.parametrize("name", [n for n in NAMES if issubclass(ALGORITHMS[n], Wrapper)])
@@ -102,7 +104,8 @@ def test_one_worker_equals_its_inner_optimizer(name: str) -> None:
     neutral = {"outer_lr": 1.0, "outer_momentum": 0.0}  # the limit in which an outer step is plain averaging
     known = inspect.signature(cls.__init__).parameters
     alone, reference = model_of(), model_of()
-    opt = build(name, alone.parameters(), SoloLink(), **{k: v for k, v in neutral.items() if k in known})
+    neutral = {k: v for k, v in neutral.items() if k in known}
+    opt = build(name, alone.parameters(), SoloLink(), codec=codec_of(name, gather=False), **neutral)
     inner = adamw(reference.parameters())
     for step in range(1, 3 * H):
         train(alone, opt, 0, 1, first=step)
@@ -307,7 +310,7 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(name: str) -> 
 def _train_somewhere(link: thinwire.Link, name: str, gather: bool, dtype: torch.dtype, steps: int) -> list:
     torch.manual_seed(link.rank)
     model = model_of(dtype=dtype)
-    opt = build(name, model.parameters(), link, codec=Dense(gather=gather), alarm_every=1)
+    opt = build(name, model.parameters(), link, codec=codec_of(name, gather), alarm_every=1)
     train(model, opt, link.rank, steps)
     return snapshot(model)
 
@@ -330,7 +333,7 @@ def test_simulator_equals_real_processes(name: str, size: int, dtype: torch.dtyp
 
 def _bytes_of_rounds(link: thinwire.Link, name: str, gather: bool) -> tuple[list, int]:
     model, metered = model_of(), Metered(link)
-    opt = build(name, model.parameters(), metered, codec=Dense(gather=gather))
+    opt = build(name, model.parameters(), metered, codec=codec_of(name, gather))
     train(model, opt, link.rank, 2 * H)
     return [e for e in metered.meter.recent if e.purpose == "round"], opt.message_nbytes()
 
@@ -487,7 +490,8 @@ def test_converges_on_a_noisy_quadratic(name: str) -> None:
 
     def worker(link: thinwire.Link) -> float:
         x = torch.nn.Parameter(torch.full((30,), 2.0))
-        opt = build(name, [x], link, inner=lambda p: torch.optim.SGD(p, lr=0.05))
+        own = {} if issubclass(ALGORITHMS[name], Wrapper) else {"lr": 0.02}
+        opt = build(name, [x], link, inner=lambda p: torch.optim.SGD(p, lr=0.05), **own)
         noise = torch.Generator().manual_seed(link.rank)
         for _ in range(200):
             x.grad = (x.detach() - target) + 0.3 * torch.randn(30, generator=noise)

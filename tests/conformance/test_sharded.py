@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.conformance.training import NAMES, H, assert_close, assert_same, backward, build, snapshot, train
+from tests.conformance.training import NAMES, H, assert_close, assert_same, backward, build, codec_of, smooth, snapshot, train
 from tests.processes import LIMIT, Pool
 from thinwire import Link, TorchLink, World
 from thinwire.links.mesh import shard_model
@@ -42,7 +42,7 @@ def _sharded(_: Link, name: str, dtype: torch.dtype, poison: bool) -> tuple[int,
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     link = TorchLink(mesh["replicate"], timeout=LIMIT)
     model = shard_model(uneven(dtype), mesh)
-    opt = build(name, model.parameters(), link, alarm_every=1)
+    opt = build(name, model.parameters(), link, codec=codec_of(name, gather=False), alarm_every=1, **smooth(name))
     for step in range(1, 2 * H + 2):
         backward(model, link.rank, step)
         if poison and step == 2 and link.rank == 1:
@@ -60,7 +60,7 @@ def _sharded(_: Link, name: str, dtype: torch.dtype, poison: bool) -> tuple[int,
 
 def _unsharded(link: Link, name: str, dtype: torch.dtype, poison: bool) -> tuple[list[Tensor], list[Tensor], int]:
     model = uneven(dtype)
-    opt = build(name, model.parameters(), link, alarm_every=1)
+    opt = build(name, model.parameters(), link, codec=codec_of(name, gather=False), alarm_every=1, **smooth(name))
     for step in range(1, 2 * H + 2):
         backward(model, link.rank, step)
         if poison and step == 2 and link.rank == 1:

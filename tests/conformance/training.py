@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.algorithm import Algorithm, Wrapper
+from thinwire import DCT, Codec, Dense, Float, Sign, TopK
+from thinwire.algorithm import Algorithm
 from thinwire.algorithms import found
 from thinwire.links.base import Link
 from thinwire.links.shards import local
 from thinwire.run.config import PRESETS
+from thinwire.two_halves import TwoHalves
+from thinwire.wrapper import Wrapper
 
 # Every class by its name, and every preset that fixes some of a class's settings.
 FIXED: dict[str, dict[str, Any]] = {name: fixed for name, (_, fixed) in PRESETS.items() if fixed}
@@ -62,6 +65,18 @@ def build(
     if issubclass(cls, Wrapper):
         return cls(inner(params), link, **settings)  # type: ignore[call-arg]
     return cls(params, link, **settings)
+
+
+def smooth(name: str) -> dict[str, Any]:
+    """Settings under which a rounding error stays one: a sign would turn it into a whole step."""
+    return {"phi": "sgd", "lr": 0.02} if issubclass(ALGORITHMS[name], TwoHalves) else {}
+
+
+def codec_of(name: str, gather: bool) -> Codec:
+    """What travels by a gather or by a mean on the wire; methods with coded state take chains only."""
+    if issubclass(ALGORITHMS[name], TwoHalves):
+        return DCT(4) >> TopK(5) >> Sign() if gather else Float("fp32")
+    return Dense(gather=gather)
 
 
 def model_of(seed: int = 0, dtype: torch.dtype = torch.float32) -> Awkward:

@@ -7,10 +7,12 @@ import pkgutil
 
 from thinwire.algorithm import Algorithm
 from thinwire.algorithms.data_parallel import DataParallel
+from thinwire.algorithms.decoupled_diloco import DecoupledDiLoCo
+from thinwire.algorithms.demo import DeMo
 from thinwire.algorithms.diloco import DiLoCo
 from thinwire.algorithms.local_sgd import LocalSGD
 
-__all__ = ["DataParallel", "DiLoCo", "LocalSGD", "found"]
+__all__ = ["DataParallel", "DeMo", "DecoupledDiLoCo", "DiLoCo", "LocalSGD", "found"]
 
 
 def found() -> dict[str, type[Algorithm]]:

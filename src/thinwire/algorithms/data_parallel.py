@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.algorithm import Policy, Wrapper
+from thinwire.algorithm import Policy
 from thinwire.codecs import Codec, Dense
 from thinwire.errors import ConfigError
 from thinwire.links.base import Link
 from thinwire.links.shards import local
+from thinwire.wrapper import Wrapper
 
 
 class DataParallel(Wrapper):

@@ -20,11 +20,12 @@ from typing import Unpack
 import torch
 from torch.optim import Optimizer
 
-from thinwire.algorithm import Policy, Start, Wrapper
+from thinwire.algorithm import Policy, Start
 from thinwire.codecs import Codec
 from thinwire.errors import ConfigError
 from thinwire.links.base import Link
 from thinwire.schedules import Schedule
+from thinwire.wrapper import Wrapper
 
 
 class DiLoCo(Wrapper):

@@ -26,6 +26,7 @@ from torch import Tensor
 from thinwire.codecs.aggregate import Mean
 from thinwire.codecs.base import Codec
 from thinwire.codecs.bits import Bytes
+from thinwire.codecs.dense import WIRE_DTYPES, Dense
 from thinwire.codecs.indices import IndexCode, index_code
 from thinwire.codecs.layout import Batch, Group, Layout, Piece, Shape, matrix_of, padded
 from thinwire.codecs.received import Received
@@ -34,7 +35,9 @@ from thinwire.codecs.stage import Stage
 from thinwire.codecs.transforms import Identity, Transform
 from thinwire.codecs.values import DENSE_GROUP, Float, Floats, Values
 from thinwire.errors import ConfigError
-from thinwire.payload import Payload
+from thinwire.payload import Payload, describe
+
+PerTensor = float | Sequence[float]  # one number for all tensors, or one for each
 
 
 @dataclass(frozen=True)
@@ -110,29 +113,34 @@ class Encoded:
         """All that receivers read, group by group, then the tensors that are sent whole."""
         return [v for v in [*(kept.values for kept in self._kept), self._dense.numpy()] if v.size]
 
-    def take_from(self, slots: Sequence[Tensor], *, scale: float = 1.0) -> None:
+    def take_from(self, slots: Sequence[Tensor], *, scale: PerTensor = 1.0) -> None:
         """Subtract from slots what receivers read: error feedback, of selection and rounding alike.
 
         Args:
             slots: those that were encoded.
-            scale: take off only this part of it (DeMo's alpha).
+            scale: take off only this part of it (DeMo's alpha); one number, or one per slot.
         """
+        scale = _per_tensor(scale, len(slots))
+        if self._chain.transform.changes:
+            for i, part, sent in self._chain.receive([self.payload], slots, round=self._round).each(slots):
+                part.sub_(sent, alpha=scale[i])
+            return
         for section, kept in zip(self._plan.sections, self._kept, strict=True):
             for batch in section.group.batches:
                 place = batch.places(self._chain._indices(section, kept.indices, batch, self._round))
-                values = kept.values[batch.start : batch.stop] * np.float32(-scale)
+                values = kept.values[batch.start : batch.stop]
                 for piece, rows, base in _rows(batch):
                     part = piece.of_slot(slots[piece.grid.index])
                     at = torch.from_numpy(place[rows].reshape(-1) - base).to(part.device)
-                    minus = torch.from_numpy(values[rows].reshape(-1)).to(part.device)
+                    sent = torch.from_numpy(values[rows].reshape(-1)).to(part.device).mul(-scale[piece.grid.index])
                     if part.is_contiguous():
-                        part.view(-1).index_add_(0, at, minus)  # no place twice, so there is no order to it
+                        part.view(-1).index_add_(0, at, sent)  # no place twice, so there is no order to it
                     else:
-                        part[at // part.shape[1], at % part.shape[1]] += minus
+                        part[at // part.shape[1], at % part.shape[1]] += sent
         at = 0
         for i in self._plan.layout.dense:
             n = slots[i].numel()
-            slots[i].sub_(self._dense[at : at + n].view(slots[i].shape).to(slots[i].device), alpha=scale)
+            slots[i].sub_(self._dense[at : at + n].view(slots[i].shape).to(slots[i].device), alpha=scale[i])
             at += n
 
 
@@ -163,9 +171,11 @@ class Chain(Codec):
 
     @staticmethod
     def of(stage: Codec) -> Chain:
-        """The chain of one stage, or a chain itself."""
+        """The chain of one stage, of a dense format that is averaged on the wire, or a chain itself."""
         if isinstance(stage, Chain):
             return stage
+        if isinstance(stage, Dense) and stage.linear and stage.wire_dtype != torch.float64:
+            return Chain(values=Float(next(name for name, dtype in WIRE_DTYPES.items() if dtype == stage.wire_dtype)))
         for kind, name in _KINDS.items():
             if isinstance(stage, kind):
                 only: dict[str, Any] = {name: stage}
@@ -200,36 +210,40 @@ class Chain(Codec):
         return self.plan(like).nbytes
 
     def slot_shapes(self, like: Sequence[Tensor]) -> list[Shape]:
-        """Shape of each tensor in the domain of the transform."""
-        self._check_fixed()
-        return self.plan(like).layout.slot_shapes()
-
-    def _check_fixed(self) -> None:
+        """Shape of each tensor in the domain of the transform; its own where that is another domain in each round."""
         if self.transform.changes:
-            raise ConfigError(f"no state can live in the domain of {self.transform!r}: it is another one in each round")
+            return [tuple(t.shape) for t in like]
+        return self.plan(like).layout.slot_shapes()
 
     # --- Into the domain of the transform --------------------------------------------------------------------------------
 
-    def accumulate(self, slots: Sequence[Tensor], tensors: Sequence[Tensor], *, decay: float, scale: float = 1.0) -> None:
+    def accumulate(
+        self, slots: Sequence[Tensor], tensors: Sequence[Tensor], *, decay: PerTensor, scale: PerTensor = 1.0
+    ) -> None:
         """Slots <- decay * slots + scale * transform(tensors), in one pass without a copy of the model.
 
         Args:
             slots: float32, of the shapes that `slot_shapes` tells.
             tensors: of any floating dtype.
-            decay: 0 to overwrite whatever the slots held.
-            scale: multiplies the tensors.
+            decay: 0 to overwrite whatever the slots held; one number, or one per tensor.
+            scale: multiplies the tensors; likewise.
         """
+        decay, scale = _per_tensor(decay, len(tensors)), _per_tensor(scale, len(tensors))
+        _check_slots(slots, self.slot_shapes(tensors))
+        if self.transform.changes:
+            for slot, tensor, d, s in zip(slots, tensors, decay, scale, strict=True):
+                _blend(slot, tensor.detach().to(slot.dtype), d, s)
+            return
         layout = self.plan(tensors).layout
-        self._check_fixed()
-        _check_slots(slots, layout)
         for group in layout.groups:
             work = _Workspace(group, tensors[group.grids[0].index].device)
             for batch in group.batches:
                 for piece in batch.pieces:
                     matrix = matrix_of(tensors[piece.grid.index], piece.grid)
-                    self._forward(piece, matrix, piece.of_slot(slots[piece.grid.index]), decay, scale, 0, work)
+                    i = piece.grid.index
+                    self._forward(piece, matrix, piece.of_slot(slots[i]), decay[i], scale[i], 0, work)
         for i in layout.dense:
-            _blend(slots[i], tensors[i].detach().to(slots[i].dtype), decay, scale)
+            _blend(slots[i], tensors[i].detach().to(slots[i].dtype), decay[i], scale[i])
 
     def _forward(
         self, piece: Piece, matrix: Tensor, out: Tensor, decay: float, scale: float, round: int, work: _Workspace
@@ -279,8 +293,8 @@ class Chain(Codec):
         like: Sequence[Tensor],
         *,
         round: int = 0,
-        decay: float = 1.0,
-        scale: float | None = None,
+        decay: PerTensor = 1.0,
+        scale: PerTensor | None = None,
     ) -> Encoded:
         """The message of tensors that live in the domain of the transform.
 
@@ -292,20 +306,26 @@ class Chain(Codec):
             scale: where it is given, `accumulate(slots, like, decay=decay, scale=scale)` comes first, in the same pass;
                 else the slots are not changed.
         """
+        if self.transform.changes:  # the slots are tensors like any others
+            _check_slots(slots, self.slot_shapes(like))
+            if scale is not None:
+                self.accumulate(slots, like, decay=decay, scale=scale)
+            return self.encode_tensors(slots, round=round)
         plan = self.plan(like)
-        self._check_fixed()
-        _check_slots(slots, plan.layout)
+        _check_slots(slots, plan.layout.slot_shapes())
+        decay, scale = _per_tensor(decay, len(like)), None if scale is None else _per_tensor(scale, len(like))
 
         def coefficients(batch: Batch, work: _Workspace) -> list[Tensor]:
             parts = [piece.of_slot(slots[piece.grid.index]) for piece in batch.pieces]
             if scale is not None:
                 for piece, part in zip(batch.pieces, parts, strict=True):
-                    self._forward(piece, matrix_of(like[piece.grid.index], piece.grid), part, decay, scale, 0, work)
+                    i = piece.grid.index
+                    self._forward(piece, matrix_of(like[i], piece.grid), part, decay[i], scale[i], 0, work)
             return parts
 
         if scale is not None:
             for i in plan.layout.dense:
-                _blend(slots[i], like[i].detach().to(slots[i].dtype), decay, scale)
+                _blend(slots[i], like[i].detach().to(slots[i].dtype), decay[i], scale[i])
         return self._encode(slots, plan, coefficients, round)
 
     def _encode(
@@ -396,6 +416,8 @@ class Chain(Codec):
 
 def check_order(before: Codec, after: Codec) -> None:
     """Refuse two codecs that cannot follow each other in a chain."""
+    if isinstance(after, Dense):
+        raise ConfigError(f"a chain is made of {_ORDER}, got {after!r}")
     kinds = list(_KINDS)
 
     def places(codec: Codec) -> list[int]:
@@ -442,14 +464,21 @@ def _plan_of(chain: Chain, layout: Layout) -> Plan:
     return Plan(layout, tuple(sections), at + values.nbytes_of(layout.dense_numel, DENSE_GROUP))
 
 
-def _check_slots(slots: Sequence[Tensor], layout: Layout) -> None:
-    shapes = layout.slot_shapes()
+def _per_tensor(value: PerTensor, count: int) -> Sequence[float]:
+    """One number per tensor."""
+    if isinstance(value, int | float):
+        return [value] * count
+    if len(value) != count:
+        raise ConfigError(f"{len(value)} numbers for {count} tensors")
+    return value
+
+
+def _check_slots(slots: Sequence[Tensor], shapes: Sequence[Shape]) -> None:
     if len(slots) != len(shapes):
         raise ConfigError(f"{len(slots)} slots for {len(shapes)} tensors")
     for i, (slot, shape) in enumerate(zip(slots, shapes, strict=True)):
         if tuple(slot.shape) != tuple(shape) or slot.dtype != torch.float32:
-            told = f"{str(slot.dtype).removeprefix('torch.')}{list(slot.shape)}"
-            raise ConfigError(f"slot {i} must be float32{list(shape)} (see slot_shapes), got {told}")
+            raise ConfigError(f"slot {i} must be float32{list(shape)} (see slot_shapes), got {describe(slot)}")
 
 
 class _Workspace:

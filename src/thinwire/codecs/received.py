@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -178,25 +178,34 @@ class Received:
             out[i].copy_(values.view(shapes[i]))
         return out
 
-    def each(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def each(self, tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> Iterator[Any]:
         """Go through tensors and the mean side by side, a piece at a time, without a second copy of the model.
 
         Args:
             tensors: of the shapes that were encoded; write to the pieces to change them.
+            others: more tensors of the same shapes, such as moments that belong to them; None where there is none.
 
         Yields:
-            The tensor's place in the list, a piece of it, and the mean of that piece, of the same shape. The mean may be
-            overwritten, and is valid until the next piece only: its memory is used again.
+            The tensor's place in the list, a piece of it, the mean of that piece, of the same shape, and the same piece of
+            each of the others. The mean may be overwritten, and is valid until the next piece only: its memory is used again.
         """
         for piece, values in self.pieces():
-            tensor = tensors[piece.grid.index].detach()
-            matrix = matrix_of(tensor, piece.grid)
-            part = piece.of_matrix(matrix)
-            yield piece.grid.index, part, values[: part.shape[0], : part.shape[1]]
-            if matrix.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
-                tensor.copy_(matrix.view(tensor.shape))  # its memory cannot be seen as a matrix: a copy was changed
+            i = piece.grid.index
+            here = [t.detach() for group in (tensors, *others) if (t := group[i]) is not None]
+            matrices = [matrix_of(t, piece.grid) for t in here]
+            part, *more = [piece.of_matrix(m) for m in matrices]
+            present = iter(more)
+            yield (
+                i,
+                part,
+                values[: part.shape[0], : part.shape[1]],
+                *(None if group[i] is None else next(present) for group in others),
+            )
+            for tensor, matrix in zip(here, matrices, strict=True):
+                if matrix.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+                    tensor.copy_(matrix.view(tensor.shape))  # its memory cannot be seen as a matrix: a copy was changed
         for i, values in self.dense():
-            yield i, tensors[i].detach(), values.view(tensors[i].shape)
+            yield i, tensors[i].detach(), values.view(tensors[i].shape), *(group[i] for group in others)
 
     def _merge(self, number: int, section: Section, batch: Batch) -> tuple[NDArray[np.int64], Floats]:
         """Places in the batch and means, of all entries that anybody sent."""

@@ -52,3 +52,12 @@ class Shards:
         for group in self._groups:
             dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=group)
         return bool(raised)
+
+    def total(self, value: float) -> float:
+        """The sum of a number over all shards of this worker."""
+        if not self._groups:
+            return value
+        sums = torch.tensor([value], dtype=torch.float64, device=self._device)
+        for group in self._groups:
+            dist.all_reduce(sums, group=group)
+        return float(sums)

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from thinwire.algorithm import Algorithm, Wrapper
+from thinwire.agreement import handshake
+from thinwire.algorithm import Algorithm
 from thinwire.algorithms import found
 from thinwire.codecs import parse_codec
 from thinwire.errors import CheckpointError, ConfigError, NonFiniteRound
-from thinwire.exchange import handshake
 from thinwire.links import Link, Metered, SoloLink, TorchLink
 from thinwire.links.ddp import MeteredDDP
 from thinwire.payload import Payload
@@ -25,6 +25,7 @@ from thinwire.run import checkpoint
 from thinwire.run.config import RunConfig, resolve_algorithm
 from thinwire.tasks import make_task
 from thinwire.tasks.task import Task
+from thinwire.wrapper import Wrapper
 
 T = TypeVar("T")
 

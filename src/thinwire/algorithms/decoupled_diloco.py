@@ -1,0 +1,137 @@
+"""DecoupledDiLoCo: H local steps, then only the fast part of each worker's outer momentum is sent.
+
+"Distributed Low-Communication Training with Decoupled Momentum Optimization", arXiv 2510.03371:
+
+    every step, every worker i:   x_i <- InnerOpt(x_i, g_i)                its state never leaves the worker
+    every H steps:                D_i <- a - x_i                           how far it went; a = the last outer point
+                                  m_i <- beta m_i + D_i
+                                  q_i <- C(m_i);   m_i <- m_i - q_i        what the codec keeps is sent, the rest stays
+                                  Q   <- mean_i q_i
+    mode "consensus":             v   <- mu v + Q                          all workers apply the shared part, and only that:
+                                  a   <- a - eta (Q + mu v);  x_i <- a     replicas stay bit-equal; "eta Q" for mu = 0
+    mode "published":             m_i <- m_i + Q                           the authors' code: local residual and local D_i
+                                  a_i <- a_i - eta (D_i + beta m_i)        enter the step, so the outer points a_i drift apart
+
+With everything sent m stays zero, and "consensus" is DiLoCo with outer momentum mu. With one worker "published" is DiLoCo with
+outer momentum beta. With an identity transform, 2-bit values and mu = 0, "consensus" is SparseLoCo (arXiv 2508.15706).
+
+A round sends what the codec needs for all parameters (`message_nbytes()`) to each of the M - 1 others. Memory: two slots beside
+the inner optimizer's state, three with mu > 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, Self, Unpack
+
+import torch
+from torch.optim import Optimizer
+
+from thinwire.algorithm import Policy, Start
+from thinwire.codecs import DCT, Codec, Identity, Mean, Sign, TopK, TwoBit
+from thinwire.errors import ConfigError, check_choice
+from thinwire.links.base import Link
+from thinwire.schedules import Schedule
+from thinwire.wrapper import Wrapper
+
+
+class DecoupledDiLoCo(Wrapper):
+    """H local steps of any optimizer, then a sparse exchange of the outer momentum.
+
+    Example:
+        >>> import torch, thinwire
+        >>> model = torch.nn.Linear(4, 2)
+        >>> inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> opt = thinwire.DecoupledDiLoCo(inner, thinwire.connect(), H=32)
+
+    Args:
+        inner: any torch optimizer; its state stays on the worker.
+        link: this worker's end of the wire.
+        H: local steps per round, or a `Schedule`; 128 and 512 in the paper.
+        mode: "consensus" keeps the replicas bit-equal; "published" is the authors' rule, under which they drift apart.
+        outer_lr: eta; 0.7 in the authors' configs of the published rule.
+        beta: decay of the local buffer, and in "published" also the momentum; 0.95 in the authors' configs.
+        outer_momentum: mu of "consensus": a momentum of what all have received, which costs no communication.
+        nesterov: Nesterov's form of the momentum, or plain heavy-ball.
+        over: mean over the "senders" of an entry, as published, or over all "workers".
+        pace: "equal" steps on all workers; "speed" lets a slower worker take fewer of the H steps of a round, by measured
+            speed, and weighs its contribution by the steps it took.
+        codec: what is sent of the momentum.
+        policy: see `thinwire.algorithm.Policy`.
+    """
+
+    name = "decoupled-diloco"
+    synced = frozenset({"param"})
+    replicated = frozenset({"anchor", "velocity"})
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        link: Link,
+        *,
+        H: int | Schedule = 32,
+        mode: Literal["consensus", "published"] = "consensus",
+        outer_lr: float = 1.0,
+        beta: float = 0.95,
+        outer_momentum: float = 0.0,
+        nesterov: bool = True,
+        over: Literal["senders", "workers"] = "senders",
+        pace: Literal["equal", "speed"] = "equal",
+        codec: Codec | None = None,
+        **policy: Unpack[Policy],
+    ):
+        """Wrap `inner`."""
+        check_choice("mode", mode, ("consensus", "published"))
+        check_choice("over", over, ("senders", "workers"))
+        if not 0 < outer_lr < math.inf:
+            raise ConfigError(f"outer_lr must be above zero and finite, got {outer_lr!r}")
+        for name, value in (("beta", beta), ("outer_momentum", outer_momentum)):
+            if not 0 <= value <= 1:
+                raise ConfigError(f"{name} must be from 0 to 1, got {value!r}")
+        if outer_momentum and mode == "published":
+            raise ConfigError(f"the published rule has beta for its momentum: outer_momentum must be 0, got {outer_momentum!r}")
+        codec = codec or DCT(64) >> TopK(128) >> Sign()
+        self.mean = Mean() if codec.linear else Mean(over=over)
+        self.mode, self.outer_lr, self.beta = mode, outer_lr, beta
+        self.outer_momentum, self.nesterov = outer_momentum, nesterov
+        if mode == "published":  # nothing is ever made equal again
+            self.synced = self.replicated = frozenset()
+        settings = {"H": H, "mode": mode, "outer_lr": outer_lr, "beta": beta, "outer_momentum": outer_momentum}
+        settings |= {"nesterov": nesterov, "over": self.mean.over, "pace": pace}
+        slots: dict[str, Start] = {"anchor": "param", "momentum": "zeros", "velocity": "zeros"}
+        super().__init__(inner, link, H=H, codec=codec, slots=slots, settings=settings, pace=pace, **policy)
+
+    @classmethod
+    def sparseloco(cls, inner: Optimizer, link: Link, **settings: Any) -> Self:
+        """SparseLoCo: error feedback without a transform, 64 of each 64 x 64 entries in two bits, the plain mean."""
+        codec = Identity(64) >> TopK(64) >> TwoBit()
+        paper: dict[str, Any] = {"H": 30, "outer_lr": 1.0, "beta": 0.95, "over": "workers", "codec": codec}
+        return cls(inner, link, **(paper | settings))
+
+    def wants(self, slot: str, group: Mapping[str, Any]) -> bool:  # noqa: ARG002
+        """A velocity is kept only where there is a momentum."""
+        return slot != "velocity" or self.outer_momentum > 0
+
+    def update(self) -> None:
+        """One round: the outer step."""
+        x, a, m = self.params(), self.slot("anchor"), self.slot("momentum")
+        D = [a_ - x_ for a_, x_ in zip(a, x, strict=True)]  # D_i <- a - x_i
+        fed = torch._foreach_mul(m, self.beta)
+        torch._foreach_add_(fed, D)  # beta m_i + D_i, aside: the round may yet be refused
+        Q, q = self.average(fed, want_sent=True, mean=self.mean, weight=self.work())  # Q <- mean_i C(m_i)
+        self.commit()
+        torch._foreach_sub_(fed, q)
+        torch._foreach_copy_(m, fed)  # m_i <- beta m_i + D_i - q_i
+        step = Q
+        if self.mode == "published":
+            torch._foreach_add_(m, Q)
+            step = torch._foreach_add(D, m, alpha=self.beta) if self.nesterov else m
+        elif self.outer_momentum:
+            v, mu = self.slot("velocity"), self.outer_momentum
+            torch._foreach_mul_(v, mu)
+            torch._foreach_add_(v, Q)  # v <- mu v + Q
+            step = torch._foreach_add(Q, v, alpha=mu) if self.nesterov else v
+        torch._foreach_add_(a, step, alpha=-self.outer_lr)
+        for x_, a_ in zip(x, a, strict=True):
+            x_.copy_(a_)

@@ -1,0 +1,141 @@
+"""DeMo: decoupled momentum. Each worker keeps its own momentum; only the fast part of it is sent, at every step.
+
+Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization", arXiv 2411.19870 (v1 of 2024; v2 of 2026 has alpha and phi):
+
+    every step, every worker i:   m_i <- beta m_i + s g_i            s = 1, lr ("lr", v1) or 1 - beta ("ema", v2)
+                                  q_i <- C(m_i)                      what the codec keeps: of each block the top k of its DCT
+                                  m_i <- m_i - alpha q_i             what was sent leaves the momentum; alpha = 1 in v1
+                                  Q   <- mean_i q_i                  over those who sent an entry, or over all workers
+                                  x   <- x - lr (phi(Q) + wd x)      phi: sign (v1), sgd, muon, or adam (ours)
+
+The parameters are bit-equal on all workers at any time; the momenta m_i are each worker's own. With everything sent and
+alpha = 1 no momentum is left: phi = sign is then signSGD of the mean gradient. m lives in the domain of the codec's transform.
+
+On a mesh (`fully_shard` on one axis, the link on the other) every process does this with its shard: that is FlexDeMo
+(arXiv 2502.06728). Row shards of a matrix stay matrices.
+
+One step sends what the codec needs for all parameters (`message_nbytes()`) to each of the M - 1 others. Memory: one slot, three
+with phi = adam.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Self, Unpack
+
+import torch
+from torch import Tensor
+
+from thinwire.algorithm import Policy, Start
+from thinwire.codecs import DCT, Chain, Codec, Mean, Sign, TopK
+from thinwire.errors import ConfigError, check_choice
+from thinwire.exchange import PendingShare
+from thinwire.links.base import Link
+from thinwire.links.shards import local
+from thinwire.rules import Rule, apply_shared, check_group
+from thinwire.two_halves import TwoHalves
+
+
+class DeMo(TwoHalves):
+    """Send the fast part of every worker's momentum at every step; see `v1` and `v2` for the papers' settings.
+
+    Example:
+        >>> import torch, thinwire
+        >>> model = torch.nn.Linear(4, 2)
+        >>> opt = thinwire.DeMo(model.parameters(), thinwire.connect(), lr=2e-3)
+
+    Args:
+        params: parameters or groups; lr, beta, alpha, phi, betas, eps and weight_decay may differ per group.
+        link: this worker's end of the wire.
+        lr: the step size.
+        beta: decay of the momentum.
+        alpha: which part of what was sent is taken off the momentum; 1 in v1, 0.2 best in v2.
+        phi: update rule: sign, sgd, muon (of matrices; others take sign), or adam.
+        betas: of phi = adam.
+        eps: of phi = adam.
+        inflow: how gradients enter the momentum: times 1 ("gradient"), times lr ("lr", v1) or times 1 - beta ("ema", v2).
+        weight_decay: decoupled, times lr.
+        clip_norm: scale this worker's gradient down to this norm; 0 never.
+        over: mean over the "senders" of an entry, as published, or over all "workers".
+        delay: apply a round one step later, so that it travels during the next forward and backward pass.
+        codec: what is sent of the momentum.
+        policy: see `thinwire.algorithm.Policy`.
+    """
+
+    name = "demo"
+    replicated = frozenset({"param", "m", "v"})
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        link: Link,
+        *,
+        lr: float = 2e-3,
+        beta: float = 0.999,
+        alpha: float = 1.0,
+        phi: Rule = "sign",
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        inflow: Literal["gradient", "lr", "ema"] = "gradient",
+        weight_decay: float = 0.0,
+        clip_norm: float = 0.0,
+        over: Literal["senders", "workers"] = "senders",
+        delay: bool = False,
+        codec: Codec | None = None,
+        **policy: Unpack[Policy],
+    ):
+        """Check the settings that all groups share; `add_param_group` checks the others."""
+        check_choice("inflow", inflow, ("gradient", "lr", "ema"))
+        check_choice("over", over, ("senders", "workers"))
+        if not 0 <= clip_norm < math.inf:
+            raise ConfigError(f"clip_norm must be at least 0 (0 never clips) and finite, got {clip_norm!r}")
+        codec = Chain.of(codec or DCT(64) >> TopK(128) >> Sign())
+        self.mean = Mean() if codec.linear else Mean(over=over)  # what all workers send has as many senders as workers
+        self.inflow, self.clip_norm = inflow, clip_norm
+        group = {"lr": lr, "beta": beta, "alpha": alpha, "phi": phi, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        settings = {**group, "inflow": inflow, "clip_norm": clip_norm, "over": self.mean.over, "delay": delay}
+        slots: dict[str, Start] = {"momentum": "coded", "m": "zeros", "v": "zeros"}
+        super().__init__(params, link, defaults=group, delay=delay, codec=codec, slots=slots, settings=settings, **policy)
+
+    @classmethod
+    def v1(cls, params: Iterable[Any], link: Link, **settings: Any) -> Self:
+        """The published code of 2024: lr inside the momentum, all that was sent taken off it, sign, 32 of each 64 x 64."""
+        paper: dict[str, Any] = {"lr": 4e-4, "inflow": "lr", "alpha": 1.0, "phi": "sign", "codec": DCT(64) >> TopK(32)}
+        return cls(params, link, **(paper | settings))
+
+    @classmethod
+    def v2(cls, params: Iterable[Any], link: Link, **settings: Any) -> Self:
+        """The paper of 2026: only a part of what was sent is taken off; choose phi = sgd, sign or muon."""
+        paper: dict[str, Any] = {"lr": 4e-4, "inflow": "ema", "alpha": 0.2, "phi": "sign", "codec": DCT(64) >> TopK(8)}
+        return cls(params, link, **(paper | settings))
+
+    def wants(self, slot: str, group: Mapping[str, Any]) -> bool:
+        """Only phi = adam has moments."""
+        return slot == "momentum" or group["phi"] == "adam"
+
+    def _adopt(self, group: dict[str, Any]) -> None:
+        check_group(group, sharded=any(local(p) is not p for p in group["params"]))
+        super()._adopt(group)
+
+    def send(self, round: int | None = None) -> PendingShare:
+        """The first half of a step: add the gradient to the momentum and send the fast part."""
+        groups, g = self.groups(), self.gradients()
+        clip = self._clip_factor(g)
+        s = [clip * {"gradient": 1, "lr": group["lr"], "ema": 1 - group["beta"]}[self.inflow] for group in groups]
+        m, s = ([group["beta"] for group in groups], s) if round is None else (1.0, None)  # m_i <- beta m_i + s g_i
+        return self.post_share("momentum", g, mean=self.mean, decay=m, scale=s, round=round)  # q_i <- C(m_i)
+
+    def apply(self, sent: PendingShare, step: int) -> None:
+        """The second half: all workers apply the same."""
+        shared, groups = sent.wait(), self.groups()
+        self.commit()
+        shared.take_from(self.slot("momentum"), scale=[group["alpha"] for group in groups])  # m_i <- m_i - alpha q_i
+        m, v = ([self.state[p].get(name) for p in self._active] for name in ("m", "v"))
+        apply_shared(shared, self.params(), groups, m, v, step)  # x <- x - lr (phi(Q) + wd x)
+
+    def _clip_factor(self, g: list[Tensor]) -> float:
+        if not self.clip_norm:
+            return 1.0
+        norm = math.sqrt(self.shards.total(float(torch.nn.utils.get_total_norm(g)) ** 2))
+        return min(1.0, self.clip_norm / max(norm, 1e-12))

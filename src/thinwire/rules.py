@@ -1,0 +1,127 @@
+"""Update rules: what becomes of a shared update before it is applied, the phi of DeMo v2.
+
+    sgd      phi(M) = M
+    sign     phi(M) = sign(M)                                    Signum; what DeMo v1 does
+    muon     phi(M) = M (M^T M + eps I)^(-1/2)                   of matrices, with a factor that fits its size to the others'
+    adam     phi(M) = m / (sqrt(v) + eps)                        m, v: means of M and M^2 with betas b1, b2, corrected for bias
+
+All rules see what every worker has decoded alike, so their state is bit-equal on all workers and costs no communication.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import ConfigError, check_choice
+
+if TYPE_CHECKING:
+    from thinwire.exchange import Share
+
+Rule = Literal["sgd", "sign", "muon", "adam"]
+RULES = get_args(Rule)
+
+
+def apply_elementwise(
+    rule: Rule,
+    x: Tensor,
+    M: Tensor,
+    *,
+    lr: float,
+    moments: tuple[Tensor, Tensor] | None = None,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    step: int = 1,
+) -> None:
+    """X <- x - lr phi(M), for any piece of a tensor.
+
+    Args:
+        rule: "sgd", "sign" or "adam".
+        x: the piece; changed in place.
+        M: the shared update, of the same shape; may be overwritten.
+        lr: the step size.
+        moments: of Adam: the same pieces of m and v; changed in place.
+        betas: of Adam.
+        eps: of Adam.
+        step: of Adam: how many updates there have been, this one included.
+    """
+    if rule == "adam":
+        assert moments is not None
+        (m, v), (b1, b2) = moments, betas
+        v.mul_(b2).addcmul_(M, M, value=1 - b2)
+        m.lerp_(M, 1 - b1)
+        root = torch.sqrt(v, out=M).div_(math.sqrt(1 - b2**step)).add_(eps)
+        x.addcdiv_(m.to(x.dtype), root.to(x.dtype), value=-lr / (1 - b1**step))
+    else:
+        x.sub_(M.sign_() if rule == "sign" else M, alpha=lr)
+
+
+# Newton-Schulz coefficients of Jordan et al. (2024): after five steps all singular values lie between about 0.7 and 1.2.
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonalised(M: Tensor, *, steps: int = 5) -> Tensor:
+    """About M (M^T M)^(-1/2), by Newton-Schulz steps in float32; scaled so that its entries have a root mean square of 0.2.
+
+    The scale (Liu et al. 2025, arXiv 2502.16982) makes one learning rate serve matrices of all shapes, and about the one of
+    AdamW.
+
+    Args:
+        M: two or more dimensions; folded into (first, all others).
+        steps: each costs three matrix products.
+    """
+    a, b, c = _QUINTIC
+    X = M.reshape(M.shape[0], -1).float()
+    wide = X.shape[0] <= X.shape[1]
+    X = X if wide else X.T  # the products are of the shorter side
+    X = X / X.norm().clamp_min(1e-12)
+    for _ in range(steps):
+        A = X @ X.T
+        X = a * X + (b * A + c * A @ A) @ X
+    return (X if wide else X.T).reshape(M.shape) * (0.2 * math.sqrt(max(X.shape)))
+
+
+def check_group(group: Mapping[str, Any], *, sharded: bool) -> None:
+    """Raise a `ConfigError` for settings of a parameter group that make no sense."""
+    check_choice("phi", group["phi"], RULES)
+    for name in ("lr", "weight_decay", "eps"):
+        if not 0 <= group[name] < math.inf:
+            raise ConfigError(f"{name} must be at least 0 and finite, got {group[name]!r}")
+    for name in ("beta", "alpha"):
+        if not 0 <= group[name] <= 1:
+            raise ConfigError(f"{name} must be from 0 to 1, got {group[name]!r}")
+    if len(group["betas"]) != 2 or not all(0 <= b < 1 for b in group["betas"]):
+        raise ConfigError(f"betas must be two numbers from 0 to below 1, got {group['betas']!r}")
+    if group["phi"] == "muon" and sharded:
+        raise ConfigError("phi='muon' needs whole matrices and these parameters are sharded: use sign or adam, or do not shard")
+
+
+def apply_shared(shared: Share, x: list[Tensor], groups: list[dict[str, Any]], m: list[Any], v: list[Any], step: int) -> None:
+    """X <- x - lr (phi(Q) + wd x) for all parameters, piece by piece but for Muon's.
+
+    Args:
+        shared: the round that brought Q.
+        x: the parameters.
+        groups: the group of each.
+        m: Adam's first moment of each, None where it has none.
+        v: likewise the second.
+        step: number of the update, from 1.
+    """
+    whole = {i for i, g in enumerate(groups) if g["phi"] == "muon" and x[i].dim() > 1}
+    target = [torch.empty_like(t, dtype=torch.float32) if i in whole else t for i, t in enumerate(x)]
+    for t, g in zip(x, groups, strict=True):
+        if g["weight_decay"]:
+            t.mul_(1 - g["lr"] * g["weight_decay"])
+    for i, part, Q, m_part, v_part in shared.each(target, m, v):
+        g = groups[i]
+        if i in whole:
+            part.copy_(Q)
+        else:
+            rule, moments = "sign" if g["phi"] == "muon" else g["phi"], (m_part, v_part)
+            apply_elementwise(rule, part, Q, lr=g["lr"], moments=moments, betas=g["betas"], eps=g["eps"], step=step)
+    for i in whole:
+        x[i].sub_(orthogonalised(target[i]), alpha=groups[i]["lr"])

@@ -1,0 +1,82 @@
+"""TwoHalves: the base of methods that can let a round travel during the next step.
+
+A round is sent in one half and applied in the other. Without delay both happen in the same step. With it, a step first
+applies the round before and then sends its own, which is under way during the next forward and backward pass:
+
+    no delay:    backward t | send t, wait, apply t | backward t+1 | send t+1, wait, apply t+1
+    delay:       backward t | apply t-1, send t     | backward t+1 | apply t, send t+1          waits only for what is late
+
+What is under way is not part of a checkpoint. It is made again from the state it was made of: state that was sent changes
+only when the round is applied, so `send` with the number of the round makes the same message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from thinwire.algorithm import Algorithm
+from thinwire.errors import RoundAborted
+from thinwire.exchange import PendingShare
+from thinwire.links.base import Link
+
+
+class TwoHalves(Algorithm):
+    """Base of methods with a `send` and an `apply`.
+
+    Args:
+        params: see `Algorithm`.
+        link: see `Algorithm`.
+        defaults: see `Algorithm`.
+        delay: apply a round one step later.
+        base: further arguments of `Algorithm`.
+    """
+
+    def __init__(self, params: Iterable[Any], link: Link, *, defaults: dict[str, Any], delay: bool, **base: Any):
+        """Nothing is under way yet."""
+        self.delay = delay
+        self._underway: PendingShare | None = None
+        super().__init__(params, link, defaults={**defaults, "underway": 0}, **base)
+
+    def send(self, round: int | None = None) -> PendingShare:
+        """Put a round on its way. Where a number is given, that round once more: nothing new enters it."""
+        raise NotImplementedError
+
+    def apply(self, sent: PendingShare, step: int) -> None:
+        """Wait for a round, commit it and apply it; `step` is its number."""
+        raise NotImplementedError
+
+    def update(self) -> None:
+        """Both halves of one round, or the second half of the one before and the first half of this one."""
+        if not self.delay:
+            self.apply(self.send(), self.rounds)
+            return
+        try:
+            self._deliver()
+        finally:  # also after a round that was refused: this step's gradient must not be lost
+            self._underway = self.send()
+            self._set_counter("underway", self.rounds)
+
+    def _deliver(self) -> None:
+        """Apply the round that is under way, if there is one; after a resume it is sent again first."""
+        round = self.param_groups[0]["underway"]
+        if round:
+            sent, self._underway = self._underway or self.send(round), None
+            self._set_counter("underway", 0)
+            self.apply(sent, round)
+
+    def finish(self) -> None:
+        """Apply the round that is still under way; call it on all workers after the last step."""
+        with torch.no_grad():
+            try:
+                self._deliver()
+            except RoundAborted as refusal:
+                self.refuse(refusal)
+            self.average_buffers()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As in any algorithm; what was under way before is forgotten."""
+        super().load_state_dict(state_dict)
+        self._underway = None

@@ -165,8 +165,12 @@ def drift(link: Link, tensors: Sequence[Tensor], *, shards: Shards | None = None
         return 0.0
     mean, _ = average(link, Dense(), tensors, any_shard=shards.any, purpose="drift")
     pairs = list(zip(tensors, mean, strict=True))
-    apart = shards.total(sum(float((t.detach().float() - m).square().sum(dtype=torch.float64)) for t, m in pairs))
-    norm = shards.total(sum(float(m.square().sum(dtype=torch.float64)) for m in mean))
+    apart, norm = shards.totals(
+        [
+            sum(float((t.detach().float() - m).square().sum(dtype=torch.float64)) for t, m in pairs),
+            sum(float(m.square().sum(dtype=torch.float64)) for m in mean),
+        ]
+    )
     told = link.all_gather(Payload(torch.tensor([apart], dtype=torch.float64).view(torch.uint8), purpose="drift"))
     squares = [float(p.data.cpu().view(torch.float64)) for p in told]
     return math.sqrt(sum(squares) / len(squares) / norm) if norm else 0.0

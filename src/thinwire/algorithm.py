@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypedDict
 
@@ -183,10 +184,12 @@ class Algorithm(Optimizer):
         decay: PerTensor = 1.0,
         scale: PerTensor | None = None,
         round: int | None = None,
+        withdraw: bool | None = None,
     ) -> PendingShare:
         """The network line of methods whose state is "coded": `average` without a copy of the model, begun and not waited for.
 
-        Adds `tensors` to the slot first where `scale` is given; see `thinwire.share`. The round is this one unless given.
+        Adds `tensors` to the slot first where `scale` is given; see `thinwire.share`. The round is this one unless
+        given; `withdraw` tells that the tensors are (or are not) unfit, where the caller has looked.
         """
         return post_share(
             self.link,
@@ -194,7 +197,7 @@ class Algorithm(Optimizer):
             self.slot(slot),
             tensors,
             round=self.rounds if round is None else round,
-            withdraw=self._withdrawn or None,
+            withdraw=self._withdrawn or withdraw,
             any_shard=self.shards.any,
             mean=mean,
             weight=weight,
@@ -433,6 +436,12 @@ class Algorithm(Optimizer):
         """Whether this worker's gradients are finite, on all of its shards."""
         grads = [local(p.grad) for p in self._active if p.grad is not None]
         return not self.shards.any(not all_finite(grads))
+
+    def gradient_norm(self) -> float:
+        """The norm of this worker's gradient, over all of its shards; never exactly zero, to divide by."""
+        grads = [local(p.grad) for p in self._active if p.grad is not None]
+        (square,) = self.shards.totals([float(torch.nn.utils.get_total_norm(grads)) ** 2])
+        return max(math.sqrt(square), 1e-30)
 
     def _refuse_strangers(self) -> None:
         """Parameters that came in or woke up behind our back would be trained, but never exchanged."""

@@ -388,6 +388,10 @@ class Share:
         """Go through tensors and the mean side by side: see `Received.each`."""
         return self.received.each(tensors, *others)
 
+    def squares(self) -> list[float]:
+        """The sum of squares of each tensor's mean: see `Received.squares`."""
+        return self.received.squares()
+
     def tensors(self) -> list[Tensor]:
         """The mean as tensors."""
         return self.received.tensors()

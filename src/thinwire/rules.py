@@ -1,6 +1,7 @@
 """Update rules: what becomes of a shared update before it is applied, the phi of DeMo v2.
 
     sgd      phi(M) = M
+    unit     phi(M) = M / rms(M)                                 rms: root mean square of the entries of a tensor
     sign     phi(M) = sign(M)                                    Signum; what DeMo v1 does
     muon     phi(M) = M (M^T M + eps I)^(-1/2)                   of matrices, with a factor that fits its size to the others'
     adam     phi(M) = m / (sqrt(v) + eps)                        m, v: means of M and M^2 with betas b1, b2, corrected for bias
@@ -11,7 +12,7 @@ All rules see what every worker has decoded alike, so their state is bit-equal o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -22,8 +23,29 @@ from thinwire.errors import ConfigError, check_choice
 if TYPE_CHECKING:
     from thinwire.exchange import Share
 
-Rule = Literal["sgd", "sign", "muon", "adam"]
+Rule = Literal["unit", "sign", "sgd", "muon", "adam"]
 RULES = get_args(Rule)
+
+
+def whitened(
+    g: Sequence[Tensor], v: Sequence[Tensor], groups: Sequence[Mapping[str, Any]], *, clip: float, step: int
+) -> list[Tensor]:
+    """G / (sqrt(v) + eps), with v <- b2 v + (1 - b2) g^2 first: what Adam makes of a gradient, without its momentum.
+
+    Args:
+        g: gradients; not changed.
+        v: running second moment of each; changed in place.
+        groups: the group of each, for betas and eps.
+        clip: multiplies the gradients first.
+        step: how many steps there have been, this one included.
+    """
+    out = []
+    for g_, v_, group in zip(g, v, groups, strict=True):
+        b2, eps = group["betas"][1], group["eps"]
+        wide = g_.to(v_.dtype) if clip == 1 else g_.to(v_.dtype) * clip
+        v_.mul_(b2).addcmul_(wide, wide, value=1 - b2)
+        out.append(wide / v_.sqrt().div_(math.sqrt(1 - b2**step)).add_(eps))
+    return out
 
 
 def apply_elementwise(
@@ -40,7 +62,7 @@ def apply_elementwise(
     """X <- x - lr phi(M), for any piece of a tensor.
 
     Args:
-        rule: "sgd", "sign" or "adam".
+        rule: "sgd", "unit" (of which the caller puts 1 / rms into `lr`), "sign" or "adam".
         x: the piece; changed in place.
         M: the shared update, of the same shape; may be overwritten.
         lr: the step size.
@@ -100,7 +122,16 @@ def check_group(group: Mapping[str, Any], *, sharded: bool) -> None:
         raise ConfigError("phi='muon' needs whole matrices and these parameters are sharded: use sign or adam, or do not shard")
 
 
-def apply_shared(shared: Share, x: list[Tensor], groups: list[dict[str, Any]], m: list[Any], v: list[Any], step: int) -> None:
+def apply_shared(
+    shared: Share,
+    x: list[Tensor],
+    groups: list[dict[str, Any]],
+    *,
+    m: Sequence[Tensor | None],
+    v: Sequence[Tensor | None],
+    step: int,
+    rms: Sequence[float],
+) -> None:
     """X <- x - lr (phi(Q) + wd x) for all parameters, piece by piece but for Muon's.
 
     Args:
@@ -110,6 +141,7 @@ def apply_shared(shared: Share, x: list[Tensor], groups: list[dict[str, Any]], m
         m: Adam's first moment of each, None where it has none.
         v: likewise the second.
         step: number of the update, from 1.
+        rms: root mean square of each Q, for phi = unit.
     """
     whole = {i for i, g in enumerate(groups) if g["phi"] == "muon" and x[i].dim() > 1}
     target = [torch.empty_like(t, dtype=torch.float32) if i in whole else t for i, t in enumerate(x)]
@@ -121,7 +153,8 @@ def apply_shared(shared: Share, x: list[Tensor], groups: list[dict[str, Any]], m
         if i in whole:
             part.copy_(Q)
         else:
-            rule, moments = "sign" if g["phi"] == "muon" else g["phi"], (m_part, v_part)
-            apply_elementwise(rule, part, Q, lr=g["lr"], moments=moments, betas=g["betas"], eps=g["eps"], step=step)
+            rule: Rule = "sign" if g["phi"] == "muon" else g["phi"]
+            lr = g["lr"] / max(rms[i], 1e-30) if rule == "unit" else g["lr"]
+            apply_elementwise(rule, part, Q, lr=lr, moments=(m_part, v_part), betas=g["betas"], eps=g["eps"], step=step)
     for i in whole:
         x[i].sub_(orthogonalised(target[i]), alpha=groups[i]["lr"])

@@ -2,11 +2,13 @@
 
 Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization", arXiv 2411.19870 (v1 of 2024; v2 of 2026 has alpha and phi):
 
-    every step, every worker i:   m_i <- beta m_i + s g_i            s = 1, lr ("lr", v1) or 1 - beta ("ema", v2)
+    every step, every worker i:   v_i <- b2 v_i + (1 - b2) g_i^2     ours: each worker whitens its own gradient,
+                                  g_i <- g_i / (sqrt(v_i) + eps)     so that what is left out of Q is small everywhere
+                                  m_i <- beta m_i + s g_i            s = 1, lr ("lr", v1) or 1 - beta ("ema", v2)
                                   q_i <- C(m_i)                      what the codec keeps: of each block the top k of its DCT
                                   m_i <- m_i - alpha q_i             what was sent leaves the momentum; alpha = 1 in v1
                                   Q   <- mean_i q_i                  over those who sent an entry, or over all workers
-                                  x   <- x - lr (phi(Q) + wd x)      phi: sign (v1), sgd, muon, or adam (ours)
+                                  x   <- x - lr (phi(Q) + wd x)      phi: sign (v1), sgd, muon; ours: unit, adam
 
 The parameters are bit-equal on all workers at any time; the momenta m_i are each worker's own. With everything sent and
 alpha = 1 no momentum is left: phi = sign is then signSGD of the mean gradient. m lives in the domain of the codec's transform.
@@ -14,8 +16,8 @@ alpha = 1 no momentum is left: phi = sign is then signSGD of the mean gradient. 
 On a mesh (`fully_shard` on one axis, the link on the other) every process does this with its shard: that is FlexDeMo
 (arXiv 2502.06728). Row shards of a matrix stay matrices.
 
-One step sends what the codec needs for all parameters (`message_nbytes()`) to each of the M - 1 others. Memory: one slot, three
-with phi = adam.
+One step sends what the codec needs for all parameters (`message_nbytes()`) to each of the M - 1 others. Memory: one slot, one
+more to whiten, two more for phi = adam.
 """
 
 from __future__ import annotations
@@ -24,16 +26,13 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self, Unpack
 
-import torch
-from torch import Tensor
-
 from thinwire.algorithm import Policy, Start
 from thinwire.codecs import DCT, Chain, Codec, Mean, Sign, TopK
 from thinwire.errors import ConfigError, check_choice
 from thinwire.exchange import PendingShare
 from thinwire.links.base import Link
 from thinwire.links.shards import local
-from thinwire.rules import Rule, apply_shared, check_group
+from thinwire.rules import Rule, apply_shared, check_group, whitened
 from thinwire.two_halves import TwoHalves
 
 
@@ -51,9 +50,10 @@ class DeMo(TwoHalves):
         lr: the step size.
         beta: decay of the momentum.
         alpha: which part of what was sent is taken off the momentum; 1 in v1, 0.2 best in v2.
-        phi: update rule: sign, sgd, muon (of matrices; others take sign), or adam.
-        betas: of phi = adam.
-        eps: of phi = adam.
+        phi: update rule: unit (divided by its root mean square), sign, sgd, muon (of matrices; others take sign), or adam.
+        whiten: divide each worker's gradient by the root of its own running second moment before it enters the momentum.
+        betas: of phi = adam; the second also of `whiten`.
+        eps: of both.
         inflow: how gradients enter the momentum: times 1 ("gradient"), times lr ("lr", v1) or times 1 - beta ("ema", v2).
         weight_decay: decoupled, times lr.
         clip_norm: scale this worker's gradient down to this norm; 0 never.
@@ -74,7 +74,8 @@ class DeMo(TwoHalves):
         lr: float = 2e-3,
         beta: float = 0.999,
         alpha: float = 1.0,
-        phi: Rule = "sign",
+        phi: Rule = "unit",
+        whiten: bool = True,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         inflow: Literal["gradient", "lr", "ema"] = "gradient",
@@ -92,27 +93,27 @@ class DeMo(TwoHalves):
             raise ConfigError(f"clip_norm must be at least 0 (0 never clips) and finite, got {clip_norm!r}")
         codec = Chain.of(codec or DCT(64) >> TopK(128) >> Sign())
         self.mean = Mean() if codec.linear else Mean(over=over)  # what all workers send has as many senders as workers
-        self.inflow, self.clip_norm = inflow, clip_norm
+        self.inflow, self.clip_norm, self.whiten = inflow, clip_norm, whiten
         group = {"lr": lr, "beta": beta, "alpha": alpha, "phi": phi, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        settings = {**group, "inflow": inflow, "clip_norm": clip_norm, "over": self.mean.over, "delay": delay}
-        slots: dict[str, Start] = {"momentum": "coded", "m": "zeros", "v": "zeros"}
+        settings = {**group, "whiten": whiten, "inflow": inflow, "clip_norm": clip_norm, "over": self.mean.over, "delay": delay}
+        slots: dict[str, Start] = {"momentum": "coded", "own_v": "zeros", "m": "zeros", "v": "zeros"}
         super().__init__(params, link, defaults=group, delay=delay, codec=codec, slots=slots, settings=settings, **policy)
 
     @classmethod
     def v1(cls, params: Iterable[Any], link: Link, **settings: Any) -> Self:
         """The published code of 2024: lr inside the momentum, all that was sent taken off it, sign, 32 of each 64 x 64."""
-        paper: dict[str, Any] = {"lr": 4e-4, "inflow": "lr", "alpha": 1.0, "phi": "sign", "codec": DCT(64) >> TopK(32)}
-        return cls(params, link, **(paper | settings))
+        paper: dict[str, Any] = {"lr": 4e-4, "inflow": "lr", "alpha": 1.0, "codec": DCT(64) >> TopK(32)}
+        return cls(params, link, **(paper | {"phi": "sign", "whiten": False} | settings))
 
     @classmethod
     def v2(cls, params: Iterable[Any], link: Link, **settings: Any) -> Self:
         """The paper of 2026: only a part of what was sent is taken off; choose phi = sgd, sign or muon."""
-        paper: dict[str, Any] = {"lr": 4e-4, "inflow": "ema", "alpha": 0.2, "phi": "sign", "codec": DCT(64) >> TopK(8)}
-        return cls(params, link, **(paper | settings))
+        paper: dict[str, Any] = {"lr": 4e-4, "inflow": "ema", "alpha": 0.2, "codec": DCT(64) >> TopK(8)}
+        return cls(params, link, **(paper | {"phi": "sign", "whiten": False} | settings))
 
     def wants(self, slot: str, group: Mapping[str, Any]) -> bool:
-        """Only phi = adam has moments."""
-        return slot == "momentum" or group["phi"] == "adam"
+        """Only phi = adam has moments of what was received."""
+        return slot == "momentum" or (self.whiten if slot == "own_v" else group["phi"] == "adam")
 
     def _adopt(self, group: dict[str, Any]) -> None:
         check_group(group, sharded=any(local(p) is not p for p in group["params"]))
@@ -121,10 +122,16 @@ class DeMo(TwoHalves):
     def send(self, round: int | None = None) -> PendingShare:
         """The first half of a step: add the gradient to the momentum and send the fast part."""
         groups, g = self.groups(), self.gradients()
-        clip = self._clip_factor(g)
-        s = [clip * {"gradient": 1, "lr": group["lr"], "ema": 1 - group["beta"]}[self.inflow] for group in groups]
-        m, s = ([group["beta"] for group in groups], s) if round is None else (1.0, None)  # m_i <- beta m_i + s g_i
-        return self.post_share("momentum", g, mean=self.mean, decay=m, scale=s, round=round)  # q_i <- C(m_i)
+        decay, scale, bad = 1.0, None, False
+        if round is None:
+            bad = not self.gradients_finite()
+            clip = min(1.0, self.clip_norm / self.gradient_norm()) if self.clip_norm else 1.0
+            if self.whiten and not bad:
+                g, clip = whitened(g, self.slot("own_v"), groups, clip=clip, step=self.rounds), 1.0
+            decay = [group["beta"] for group in groups]
+            scale = [clip * {"gradient": 1, "lr": group["lr"], "ema": 1 - group["beta"]}[self.inflow] for group in groups]
+        # m_i <- beta m_i + s g_i;  q_i <- C(m_i)
+        return self.post_share("momentum", g, mean=self.mean, decay=decay, scale=scale, round=round, withdraw=bad)
 
     def apply(self, sent: PendingShare, step: int) -> None:
         """The second half: all workers apply the same."""
@@ -132,10 +139,6 @@ class DeMo(TwoHalves):
         self.commit()
         shared.take_from(self.slot("momentum"), scale=[group["alpha"] for group in groups])  # m_i <- m_i - alpha q_i
         m, v = ([self.state[p].get(name) for p in self._active] for name in ("m", "v"))
-        apply_shared(shared, self.params(), groups, m, v, step)  # x <- x - lr (phi(Q) + wd x)
-
-    def _clip_factor(self, g: list[Tensor]) -> float:
-        if not self.clip_norm:
-            return 1.0
-        norm = math.sqrt(self.shards.total(float(torch.nn.utils.get_total_norm(g)) ** 2))
-        return min(1.0, self.clip_norm / max(norm, 1e-12))
+        squares = self.shards.totals(shared.squares()) if any(g["phi"] == "unit" for g in self.param_groups) else []
+        rms = [math.sqrt(s / max(1, p.numel())) for s, p in zip(squares, self._active, strict=False)]
+        apply_shared(shared, self.params(), groups, m=m, v=v, step=step, rms=rms)  # x <- x - lr (phi(Q) + wd x)

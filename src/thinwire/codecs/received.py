@@ -142,14 +142,18 @@ class Received:
     def pieces(self) -> Iterator[tuple[Piece, Tensor]]:
         """The mean, piece by piece: the values [y h, x w] with padding, in memory that is used again for the next."""
         for number, section in enumerate(self.plan.sections):
-            blocks = max(1, _MERGED // (section.k * len(self._bodies)))
-            batches = section.group.batches_of(min(BATCH, blocks * section.group.L))
+            batches = self._batches(section)
             entries = max(b.starts[-1] for b in batches)
             rows, out = torch.zeros(entries, device=self.device), torch.empty(entries, device=self.device)
             for batch in batches:
                 place, mean = self._merge(number, section, batch)
                 coefficients = self._first_half(batch, place, mean, rows)
                 yield from self._second_half(batch, coefficients, out)
+
+    def _batches(self, section: Section) -> Sequence[Batch]:
+        """More workers take smaller batches, not more memory."""
+        blocks = max(1, _MERGED // (section.k * len(self._bodies)))
+        return section.group.batches_of(min(BATCH, blocks * section.group.L))
 
     def dense(self) -> Iterator[tuple[int, Tensor]]:
         """The tensors that were sent whole: place in the list and mean, flat."""
@@ -166,6 +170,26 @@ class Received:
                 flat[start:stop] = torch.from_numpy(self.mean.columns(np.stack(rows) * self._factors[:, None], self._weights))
             yield i, flat.to(self.device)
             at += n
+
+    def squares(self) -> list[float]:
+        """The sum of squares of the mean of each tensor, without decoding it: an orthonormal transform keeps norms.
+
+        What lies in the padding counts too.
+        """
+        found = [0.0] * len(self.plan.layout.shapes)
+        for number, section in enumerate(self.plan.sections):
+            for batch in self._batches(section):
+                place, mean = self._merge(number, section, batch)
+                ends = np.searchsorted(place, batch.starts) if self.chain.selection.indexed else None
+                for nth, piece in enumerate(batch.pieces):
+                    if ends is None:
+                        inside = mean[(place >= batch.starts[nth]) & (place < batch.starts[nth + 1])]
+                    else:
+                        inside = mean[ends[nth] : ends[nth + 1]]
+                    found[piece.grid.index] += float(np.square(inside, dtype=np.float64).sum())
+        for i, values in self.dense():
+            found[i] = float(values.square().sum(dtype=torch.float64))
+        return found
 
     def tensors(self) -> list[Tensor]:
         """The mean as tensors, float32."""

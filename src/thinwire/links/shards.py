@@ -6,7 +6,7 @@ of that worker before any of them acts, or half a model would take a step that t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -53,11 +53,11 @@ class Shards:
             dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=group)
         return bool(raised)
 
-    def total(self, value: float) -> float:
-        """The sum of a number over all shards of this worker."""
+    def totals(self, values: Sequence[float]) -> list[float]:
+        """The sum of each number over all shards of this worker."""
         if not self._groups:
-            return value
-        sums = torch.tensor([value], dtype=torch.float64, device=self._device)
+            return list(values)
+        sums = torch.tensor(values, dtype=torch.float64, device=self._device)
         for group in self._groups:
             dist.all_reduce(sums, group=group)
-        return float(sums)
+        return sums.tolist()

@@ -37,10 +37,13 @@ MODULES = (
     "thinwire.exchange",
     "thinwire.links.mesh",
     "thinwire.network",
+    "thinwire.pace",
     "thinwire.payload",
+    "thinwire.rules",
     "thinwire.run.checkpoint",
     "thinwire.schedules",
     "thinwire.tasks.task",
+    "thinwire.two_halves",
     "thinwire.wrapper",
 )
 REFERENCE = "api/"

@@ -41,8 +41,8 @@ from thinwire.schedules import Schedule, as_schedule
 
 log = logging.getLogger("thinwire")
 
-# What a state slot begins as: zeros like the parameter, a copy of it, or zeros in the domain of the codec's transform.
-Start = Literal["zeros", "param", "coded"]
+# What a state slot begins as: zeros like the parameter, a copy of it, zeros in the domain of the codec's transform, one zero.
+Start = Literal["zeros", "param", "coded", "count"]
 
 _COUNTERS = ("thinwire_step", "thinwire_round", "thinwire_synced")
 
@@ -58,8 +58,8 @@ class Policy(TypedDict, total=False):
         on_divergence: when that comparison fails, "raise" or "warn".
         buffers: what is not trained but should be the same everywhere, averaged in float32 after rounds:
             `thinwire.running_statistics(model)` where a model has BatchNorm.
-        buffers_every: rounds between those averagings; 0 means every round for methods with local steps, and every 32nd for
-            those that exchange at every step. `finish()` always does it.
+        buffers_every: rounds between averagings of BatchNorm statistics (`buffers`); 0 means every round for methods with local
+            steps, and every 32nd for those that exchange at every step. `finish()` always does it.
     """
 
     on_abort: Literal["keep", "restore"]
@@ -79,8 +79,8 @@ class Algorithm(Optimizer):
         defaults: settings that may differ per group, such as lr.
         H: exchange every H steps, or a `Schedule`.
         codec: what is sent.
-        slots: name -> "zeros", "param" or "coded": state kept per parameter, made at once, in float32 or wider. A "coded" one
-            has the shape that the codec's chain keeps for it (`Chain.slot_shapes`).
+        slots: name -> "zeros", "param", "coded" or "count": state kept per parameter, made at once, in float32 or wider. A
+            "coded" one has the shape that the codec's chain keeps for it (`Chain.slot_shapes`), a "count" is a single number.
         settings: what must agree on all workers besides; shown by `repr`.
         on_abort: see `Policy`.
         on_nonfinite: see `Policy`.
@@ -295,14 +295,28 @@ class Algorithm(Optimizer):
             self.average_buffers()
 
     @contextlib.contextmanager
-    def shared_model(self, model: nn.Module | None = None) -> Iterator[None]:
+    def shared_model(self, model: nn.Module | None = None, *, mean_over: Link | None = None) -> Iterator[None]:
         """Within it the parameters are the ones all workers agreed on last: what should be evaluated and shipped.
 
         Args:
             model: give it where it is sharded by FSDP2, which otherwise could go on with a gathered copy of its parameters.
+            mean_over: take the mean of the workers' models over this link instead; then it is an exchange of all workers.
         """
-        with self._swapped_in(self._agreed(), model):
+        agreed = self._agreed()
+        if mean_over is not None:
+            agreed, _ = average(mean_over, Dense(), agreed or self.params(), any_shard=self.shards.any, purpose="mean model")
+        with self._swapped_in(agreed, model):
             yield
+
+    @property
+    def evaluated(self) -> str:
+        """Which model `shared_model` shows, in words."""
+        return "the model that all workers agreed on in the last round"
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all workers have taken the same number of steps now, as the counter has it."""
+        return True
 
     def drift(self, link: Link | None = None) -> float:
         """How far apart the models are that `shared_model` shows on the workers; 0 exactly where they are bit-equal.
@@ -395,12 +409,19 @@ class Algorithm(Optimizer):
             **policy,
             "group": groups,
             "tensor": [describe(x) for x in self.params()],
-            "steps so far": self.steps,
+            "steps so far": self._common_steps(),
             "rounds so far": self.rounds,
-            "starting value of": {
-                name: f"{hash_tensors(values):x}" for name, values in self.shared_state().items() if self._is_replicated(name)
-            },
+            "starting value of": {name: f"{hash_tensors(values):x}" for name, values in self._alike().items()},
         }
+
+    def _common_steps(self) -> int:
+        """Steps that all workers have in common."""
+        return self.steps
+
+    def _alike(self) -> dict[str, list[Tensor]]:
+        """What must be bit-equal now: replicated state, and before the first step the parameters of any method."""
+        alike = {name: values for name, values in self.shared_state().items() if self._is_replicated(name)}
+        return alike or ({"param": self.params()} if self.steps == 0 else {})
 
     def _is_replicated(self, name: str) -> bool:
         return name.partition(".")[0] in self.replicated
@@ -437,11 +458,16 @@ class Algorithm(Optimizer):
         grads = [local(p.grad) for p in self._active if p.grad is not None]
         return not self.shards.any(not all_finite(grads))
 
-    def gradient_norm(self) -> float:
-        """The norm of this worker's gradient, over all of its shards; never exactly zero, to divide by."""
+    def clip_factor(self, max_norm: float) -> float:
+        """What to multiply this worker's gradient by, so that its norm over all shards is at most `max_norm` (0: no limit).
+
+        The same as `torch.nn.utils.clip_grad_norm_` does.
+        """
+        if not max_norm:
+            return 1.0
         grads = [local(p.grad) for p in self._active if p.grad is not None]
         (square,) = self.shards.totals([float(torch.nn.utils.get_total_norm(grads)) ** 2])
-        return max(math.sqrt(square), 1e-30)
+        return min(1.0, max_norm / (math.sqrt(square) + 1e-6))
 
     def _refuse_strangers(self) -> None:
         """Parameters that came in or woke up behind our back would be trained, but never exchanged."""
@@ -472,7 +498,11 @@ class Algorithm(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as in any torch optimizer; on all workers alike."""
         super().add_param_group(param_group)
-        self._adopt(self.param_groups[-1])
+        try:
+            self._adopt(self.param_groups[-1])
+        except ConfigError:
+            self.param_groups.pop()  # refused as a whole
+            raise
 
     def _adopt(self, group: dict[str, Any]) -> None:
         """Make the state slots of a new group."""
@@ -489,7 +519,9 @@ class Algorithm(Optimizer):
             state = self.state[p]
             wide = torch.promote_types(p.dtype, torch.float32)  # a decay of 0.999 would be lost in bf16
             for name, start in self._slots.items():
-                if start != "coded" and self.wants(name, group):
+                if start == "count" and self.wants(name, group):
+                    state[name] = torch.tensor(0.0)
+                elif start != "coded" and self.wants(name, group):
                     state[name] = p.detach().to(wide, copy=True) if start == "param" else torch.zeros_like(p, dtype=wide)
         self._make_coded()
         self._greeted = False

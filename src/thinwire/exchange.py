@@ -339,6 +339,9 @@ def post_share(
     if bad:
         scale = None  # slots outlive the round: nothing bad may enter them
     encoded = chain.encode_slots(slots, like, round=round, decay=decay, scale=scale)
+    if not encoded.finite and scale is not None:  # finite numbers so large that their transform is not: they must not stay
+        for slot in slots:
+            slot.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
     body = encoded.payload
     if chain.linear:
         data = body.data if weight is None else body.data * weight

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from thinwire.links.base import Link
+from thinwire.links.shards import Shards
 from thinwire.payload import Payload
 
 
@@ -69,9 +70,19 @@ class Pace:
         """A round took place: what has been contributed weighs no more."""
         self.state[2] = 0
 
-    def agree(self) -> None:
-        """After a round: tell the others how fast this worker is and find its quota for the next one."""
+    def skipped(self) -> None:
+        """The step was not taken after all: no work was done."""
+        self.state[2] -= 1
+
+    def agree(self, shards: Shards) -> None:
+        """After a round: tell the others how fast this worker is and find its quota for the next one.
+
+        Args:
+            shards: the processes that share this worker's model, and must find the same quota.
+        """
         mine = statistics.median(self._seconds) if self._seconds else 0.0
+        total, count = shards.totals([mine, 1.0])
+        mine = total / count
         told = self.link.all_gather(Payload(torch.tensor([mine], dtype=torch.float64).view(torch.uint8), purpose="pace"))
         seconds = [float(p.data.cpu().view(torch.float64)) for p in told]
         self._seconds = []

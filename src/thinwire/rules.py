@@ -28,23 +28,29 @@ RULES = get_args(Rule)
 
 
 def whitened(
-    g: Sequence[Tensor], v: Sequence[Tensor], groups: Sequence[Mapping[str, Any]], *, clip: float, step: int
+    g: Sequence[Tensor],
+    v: Sequence[Tensor],
+    counts: Sequence[Tensor],
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    clip: float,
 ) -> list[Tensor]:
     """G / (sqrt(v) + eps), with v <- b2 v + (1 - b2) g^2 first: what Adam makes of a gradient, without its momentum.
 
     Args:
         g: gradients; not changed.
         v: running second moment of each; changed in place.
+        counts: how many gradients each has seen, 0-d; changed in place.
         groups: the group of each, for betas and eps.
         clip: multiplies the gradients first.
-        step: how many steps there have been, this one included.
     """
     out = []
-    for g_, v_, group in zip(g, v, groups, strict=True):
+    for g_, v_, count, group in zip(g, v, counts, groups, strict=True):
         b2, eps = group["betas"][1], group["eps"]
         wide = g_.to(v_.dtype) if clip == 1 else g_.to(v_.dtype) * clip
         v_.mul_(b2).addcmul_(wide, wide, value=1 - b2)
-        out.append(wide / v_.sqrt().div_(math.sqrt(1 - b2**step)).add_(eps))
+        count.add_(1)
+        out.append(wide / v_.sqrt().div_(math.sqrt(1 - b2 ** float(count))).add_(eps))
     return out
 
 
@@ -74,6 +80,7 @@ def apply_elementwise(
     if rule == "adam":
         assert moments is not None
         (m, v), (b1, b2) = moments, betas
+        M = M.to(m.dtype)
         v.mul_(b2).addcmul_(M, M, value=1 - b2)
         m.lerp_(M, 1 - b1)
         root = torch.sqrt(v, out=M).div_(math.sqrt(1 - b2**step)).add_(eps)
@@ -97,7 +104,7 @@ def orthogonalised(M: Tensor, *, steps: int = 5) -> Tensor:
         steps: each costs three matrix products.
     """
     a, b, c = _QUINTIC
-    X = M.reshape(M.shape[0], -1).float()
+    X = M.reshape(M.shape[0], math.prod(M.shape[1:])).float()
     wide = X.shape[0] <= X.shape[1]
     X = X if wide else X.T  # the products are of the shorter side
     X = X / X.norm().clamp_min(1e-12)
@@ -110,14 +117,17 @@ def orthogonalised(M: Tensor, *, steps: int = 5) -> Tensor:
 def check_group(group: Mapping[str, Any], *, sharded: bool) -> None:
     """Raise a `ConfigError` for settings of a parameter group that make no sense."""
     check_choice("phi", group["phi"], RULES)
-    for name in ("lr", "weight_decay", "eps"):
+    for name in ("lr", "weight_decay"):
         if not 0 <= group[name] < math.inf:
             raise ConfigError(f"{name} must be at least 0 and finite, got {group[name]!r}")
+    if not 0 < group["eps"] < math.inf:
+        raise ConfigError(f"eps must be above 0 and finite, got {group['eps']!r}")
     for name in ("beta", "alpha"):
         if not 0 <= group[name] <= 1:
             raise ConfigError(f"{name} must be from 0 to 1, got {group[name]!r}")
-    if len(group["betas"]) != 2 or not all(0 <= b < 1 for b in group["betas"]):
-        raise ConfigError(f"betas must be two numbers from 0 to below 1, got {group['betas']!r}")
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= b < 1 for b in betas):
+        raise ConfigError(f"betas must be two numbers from 0 to below 1, got {betas!r}")
     if group["phi"] == "muon" and sharded:
         raise ConfigError("phi='muon' needs whole matrices and these parameters are sharded: use sign or adam, or do not shard")
 

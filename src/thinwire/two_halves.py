@@ -39,6 +39,18 @@ class TwoHalves(Algorithm):
         self.delay = delay
         self._underway: PendingShare | None = None
         super().__init__(params, link, defaults={**defaults, "underway": 0}, **base)
+        if delay:
+            self.state[self._active[0]]["withdrew"] = torch.tensor(0.0)
+
+    @property
+    def withdrew(self) -> bool:
+        """Whether this worker had nothing good to give to the round that is under way."""
+        return self.delay and bool(self.state[self._active[0]]["withdrew"])
+
+    @withdrew.setter
+    def withdrew(self, bad: bool) -> None:
+        if self.delay:
+            self.state[self._active[0]]["withdrew"].fill_(float(bad))
 
     def send(self, round: int | None = None) -> PendingShare:
         """Put a round on its way. Where a number is given, that round once more: nothing new enters it."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from thinwire.algorithm import Algorithm, Policy, Start, overwrite
 from thinwire.codecs import Codec
 from thinwire.errors import ConfigError, check_choice
+from thinwire.exchange import message_nbytes
 from thinwire.links.base import Link
 from thinwire.links.shards import local
 from thinwire.pace import Pace
@@ -55,6 +56,8 @@ class Wrapper(Algorithm):
         check_choice("pace", pace, ("equal", "speed"))
         if pace == "speed" and not isinstance(as_schedule(H), Every):
             raise ConfigError(f"pace='speed' needs a plain number of steps per round, got H={H!r}")
+        if pace == "speed" and codec is not None and codec.linear and codec.nbytes([torch.empty(1)]) < 4:
+            raise ConfigError(f"pace='speed' weighs contributions on the wire, where {codec!r} would round weights: use fp32")
         if not isinstance(inner, Optimizer):
             raise ConfigError(f"the inner optimizer must be a torch.optim.Optimizer, got {type(inner).__name__}")
         if isinstance(inner, torch.optim.LBFGS):
@@ -76,7 +79,20 @@ class Wrapper(Algorithm):
 
     def work(self) -> float | None:
         """What this worker's contribution weighs in the next round: its local steps, where workers take different numbers."""
-        return None if self.pace is None else float(self.pace.work)
+        # Next to nothing rather than nothing: after a restore all workers may have no work to show.
+        return None if self.pace is None else max(1e-6, float(self.pace.work))
+
+    def message_nbytes(self) -> int:
+        """Length in bytes of one worker's message of one full round: the formula of the method's docs, as code."""
+        return message_nbytes(self.link, self.codec, self.message(), weighted=self.pace is not None)
+
+    def _common_steps(self) -> int:
+        return self.steps if self.pace is None else self.steps - self.pending_steps
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all workers have taken the same number of steps now; of different pace, they meet at rounds."""
+        return self.pace is None or self.steps % self.pace.H == 0
 
     def _next_step(self) -> int:
         return super()._next_step() if self.pace is None else self.pace.next_step(self.steps)
@@ -96,8 +112,8 @@ class Wrapper(Algorithm):
 
     def _round(self) -> None:
         super()._round()
-        if self.pace is not None:
-            self.pace.agree()
+        if self.pace is not None and self.in_step:  # `finish()` may end a round in the middle of its steps
+            self.pace.agree(self.shards)
 
     def local_step(self) -> None:
         """One step of the inner optimizer; skipped when this worker's gradient is not finite."""
@@ -107,6 +123,8 @@ class Wrapper(Algorithm):
                 self.pace.worked()
             return
         log.warning("rank %d, step %d: NaN or Inf in the gradient, local step skipped", self.link.rank, self.steps)
+        if self.pace is not None:
+            self.pace.skipped()
         # To raise here would leave the others waiting for this worker: all raise together in the next round.
         self._withdrawn = self.on_nonfinite == "raise"
 
@@ -164,8 +182,10 @@ class Wrapper(Algorithm):
             entries = made or _placeholders(self.inner, p)
             # Whether the inner optimizer had state of its own yet: placeholders are for checkpoint readers that only fill
             # in what the reader already has, and are dropped on loading.
-            merged["state"].setdefault(index, {})["inner_ready"] = torch.tensor(float(bool(made)))
-            merged["state"][index].update({f"inner.{key}": value for key, value in entries.items()})
+            ready = torch.tensor(float(bool(made)))
+            named = {f"inner.{key}": value for key, value in entries.items()}
+            # A new dict: what torch returns are this optimizer's own.
+            merged["state"][index] = {**merged["state"].get(index, {}), "inner_ready": ready, **named}
         return merged
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

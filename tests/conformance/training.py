@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire import DCT, Codec, Dense, Float, Sign, TopK
+from thinwire import DCT, Codec, Dense, Float, Sign, TopK, parse_codec
 from thinwire.algorithm import Algorithm
 from thinwire.algorithms import found
 from thinwire.links.base import Link
@@ -59,7 +59,10 @@ def build(
 ) -> Algorithm:
     """An instance of the algorithm with this name, with a short period if it has one."""
     cls = ALGORITHMS[name]
-    settings = {**FIXED.get(name, {}), **settings}
+    fixed = dict(FIXED.get(name, {}))
+    if "wire" in fixed:
+        fixed["codec"] = parse_codec(fixed.pop("wire"))
+    settings = {**fixed, **settings}
     if "H" in inspect.signature(cls.__init__).parameters:
         settings.setdefault("H", H)
     if issubclass(cls, Wrapper):

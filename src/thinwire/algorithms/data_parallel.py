@@ -11,6 +11,7 @@ worker has a gradient for it, and one per worker that says whether its contribut
 
 from __future__ import annotations
 
+import math
 from typing import Unpack
 
 import torch
@@ -40,19 +41,31 @@ class DataParallel(Wrapper):
         link: this worker's end of the wire.
         codec: `Dense` in a format of choice; float32 by default. Codecs that leave something out need a method that feeds it
             back.
+        clip_norm: scale the mean gradient down to this norm; 0 never.
         policy: see `thinwire.algorithm.Policy`. A refused round skips the step on all workers.
     """
 
     name = "data-parallel"
     replicated = frozenset({"param", "inner"})
 
-    def __init__(self, inner: Optimizer, link: Link, *, codec: Codec | None = None, **policy: Unpack[Policy]):
+    def __init__(
+        self,
+        inner: Optimizer,
+        link: Link,
+        *,
+        codec: Codec | None = None,
+        clip_norm: float = 0.0,
+        **policy: Unpack[Policy],
+    ):
         """Wrap `inner`."""
         if codec is not None and not isinstance(codec, Dense):
             raise ConfigError(
                 f"DataParallel sends whole gradients, without error feedback: its codec is a Dense one, got {codec!r}"
             )
-        super().__init__(inner, link, codec=codec, **policy)
+        if not 0 <= clip_norm < math.inf:
+            raise ConfigError(f"clip_norm must be at least 0 (0 never clips) and finite, got {clip_norm!r}")
+        super().__init__(inner, link, codec=codec, settings={"clip_norm": clip_norm}, **policy)
+        self.clip_norm = clip_norm
 
     def message(self) -> list[Tensor]:
         """The gradients, and one number per tensor."""
@@ -63,9 +76,7 @@ class DataParallel(Wrapper):
 
     def update(self) -> None:
         """One synchronous step."""
-        grads = [
-            torch.zeros_like(x) if p.grad is None else local(p.grad) for p, x in zip(self._active, self.params(), strict=True)
-        ]
+        grads = self.gradients()
         present = torch.tensor([float(p.grad is not None) for p in self._active], device=_device(grads))
         (*mean, somewhere), _ = self.average([*grads, present])  # g <- mean_i g_i
         self.commit()
@@ -75,6 +86,8 @@ class DataParallel(Wrapper):
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             local(p.grad).copy_(g)
+        if self.clip_norm:
+            torch._foreach_mul_([local(p.grad) for p in self._active if p.grad is not None], self.clip_factor(self.clip_norm))
         self.inner.step()  # x <- InnerOpt(x, g)
 
 

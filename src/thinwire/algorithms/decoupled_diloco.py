@@ -86,9 +86,10 @@ class DecoupledDiLoCo(Wrapper):
         check_choice("over", over, ("senders", "workers"))
         if not 0 < outer_lr < math.inf:
             raise ConfigError(f"outer_lr must be above zero and finite, got {outer_lr!r}")
-        for name, value in (("beta", beta), ("outer_momentum", outer_momentum)):
-            if not 0 <= value <= 1:
-                raise ConfigError(f"{name} must be from 0 to 1, got {value!r}")
+        if not 0 <= beta <= 1:
+            raise ConfigError(f"beta must be from 0 to 1, got {beta!r}")
+        if not 0 <= outer_momentum < 1:
+            raise ConfigError(f"outer_momentum must be in [0, 1), got {outer_momentum!r}")
         if outer_momentum and mode == "published":
             raise ConfigError(f"the published rule has beta for its momentum: outer_momentum must be 0, got {outer_momentum!r}")
         codec = codec or DCT(64) >> TopK(128) >> Sign()
@@ -112,6 +113,11 @@ class DecoupledDiLoCo(Wrapper):
     def wants(self, slot: str, group: Mapping[str, Any]) -> bool:  # noqa: ARG002
         """A velocity is kept only where there is a momentum."""
         return slot != "velocity" or self.outer_momentum > 0
+
+    @property
+    def evaluated(self) -> str:
+        """Which model `shared_model` shows, in words."""
+        return super().evaluated if self.mode == "consensus" else "worker 0's own: under the published rule there is no other"
 
     def update(self) -> None:
         """One round: the outer step."""

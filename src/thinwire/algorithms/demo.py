@@ -96,7 +96,7 @@ class DeMo(TwoHalves):
         self.inflow, self.clip_norm, self.whiten = inflow, clip_norm, whiten
         group = {"lr": lr, "beta": beta, "alpha": alpha, "phi": phi, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         settings = {**group, "whiten": whiten, "inflow": inflow, "clip_norm": clip_norm, "over": self.mean.over, "delay": delay}
-        slots: dict[str, Start] = {"momentum": "coded", "own_v": "zeros", "m": "zeros", "v": "zeros"}
+        slots: dict[str, Start] = {"momentum": "coded", "own_v": "zeros", "own_count": "count", "m": "zeros", "v": "zeros"}
         super().__init__(params, link, defaults=group, delay=delay, codec=codec, slots=slots, settings=settings, **policy)
 
     @classmethod
@@ -113,7 +113,7 @@ class DeMo(TwoHalves):
 
     def wants(self, slot: str, group: Mapping[str, Any]) -> bool:
         """Only phi = adam has moments of what was received."""
-        return slot == "momentum" or (self.whiten if slot == "own_v" else group["phi"] == "adam")
+        return slot == "momentum" or (self.whiten if slot.startswith("own_") else group["phi"] == "adam")
 
     def _adopt(self, group: dict[str, Any]) -> None:
         check_group(group, sharded=any(local(p) is not p for p in group["params"]))
@@ -122,13 +122,13 @@ class DeMo(TwoHalves):
     def send(self, round: int | None = None) -> PendingShare:
         """The first half of a step: add the gradient to the momentum and send the fast part."""
         groups, g = self.groups(), self.gradients()
-        decay, scale, bad = 1.0, None, False
+        decay, scale, bad = 1.0, None, self.withdrew
         if round is None:
-            bad = not self.gradients_finite()
-            clip = min(1.0, self.clip_norm / self.gradient_norm()) if self.clip_norm else 1.0
+            bad, clip = not self.gradients_finite(), self.clip_factor(self.clip_norm)
             if self.whiten and not bad:
-                g, clip = whitened(g, self.slot("own_v"), groups, clip=clip, step=self.rounds), 1.0
+                g, clip = whitened(g, self.slot("own_v"), self.slot("own_count"), groups, clip=clip), 1.0
             decay = [group["beta"] for group in groups]
+            self.withdrew = bad
             scale = [clip * {"gradient": 1, "lr": group["lr"], "ema": 1 - group["beta"]}[self.inflow] for group in groups]
         # m_i <- beta m_i + s g_i;  q_i <- C(m_i)
         return self.post_share("momentum", g, mean=self.mean, decay=decay, scale=scale, round=round, withdraw=bad)
@@ -138,7 +138,7 @@ class DeMo(TwoHalves):
         shared, groups = sent.wait(), self.groups()
         self.commit()
         shared.take_from(self.slot("momentum"), scale=[group["alpha"] for group in groups])  # m_i <- m_i - alpha q_i
-        m, v = ([self.state[p].get(name) for p in self._active] for name in ("m", "v"))
+        m, v = ([local(self.state[p][name]) if name in self.state[p] else None for p in self._active] for name in ("m", "v"))
         squares = self.shards.totals(shared.squares()) if any(g["phi"] == "unit" for g in self.param_groups) else []
         rms = [math.sqrt(s / max(1, p.numel())) for s, p in zip(squares, self._active, strict=False)]
         apply_shared(shared, self.params(), groups, m=m, v=v, step=step, rms=rms)  # x <- x - lr (phi(Q) + wd x)

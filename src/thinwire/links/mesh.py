@@ -7,12 +7,15 @@ link = TorchLink(mesh["replicate"])             # the slow axis only
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterable
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from thinwire.errors import ConfigError
 
@@ -41,3 +44,16 @@ def shard_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         fully_shard(block, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     return model
+
+
+def shard_of(params: Iterable[Tensor]) -> tuple[int, int]:
+    """This process's number among those that share one worker's model, and how many they are; (0, 1) of plain tensors."""
+    mesh = next((p.device_mesh for p in params if isinstance(p, DTensor)), None)
+    if mesh is None:
+        return 0, 1
+    place = mesh.get_coordinate()
+    assert place is not None, "a process that holds shards is on their mesh"
+    number = 0
+    for at, size in zip(place, mesh.shape, strict=True):
+        number = number * size + at
+    return number, math.prod(mesh.shape)

@@ -2,7 +2,8 @@
 
 Stock checkpointing takes tensors of one name for duplicates and keeps one of them, so that the momenta of different workers
 would be silently mixed. Here the algorithm's declaration decides: what is bit-equal on all workers is written once under
-`replicated/`, everything else under the name of its worker.
+`replicated/`, everything else under the name of its worker. Slots that live in the domain of a codec are plain tensors on every
+process, so where a worker is sharded they also have the name of their shard: `momentum@1of2`.
 
 A checkpoint is written aside and then renamed, so that a kill at any moment leaves the last good one:
 
@@ -37,6 +38,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from thinwire.algorithm import Algorithm
 from thinwire.errors import CheckpointError
 from thinwire.links.base import Link
+from thinwire.links.mesh import shard_of
 from thinwire.links.shards import reshard
 
 FORMAT = 1
@@ -128,7 +130,8 @@ def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link, *, grou
     """Take over a checkpoint; called by all workers.
 
     With the number of workers that wrote it, training goes on bit for bit. With another number, replicated state is taken
-    over, all workers start from the last agreed parameters, and per-worker state is re-initialised and listed in `notes`.
+    over, all workers start from the last agreed parameters, and per-worker state is re-initialised and listed in `notes`. With
+    another number of shards per worker, only slots in the domain of a codec are: its blocks end where shards do.
 
     Args:
         path: a finished checkpoint, as `finished(folder)` lists them.
@@ -145,17 +148,29 @@ def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link, *, grou
     parameters = dict(model.named_parameters())
     # Another world takes what it can from the first worker: buffers such as BatchNorm's statistics, and the meter.
     wanted = ("replicated/", f"worker{link.rank}/") if same_world else ("replicated/", "worker0/buffer/", "worker0/extra/")
+    coded = _coded_names(optimizer)
     state: dict[str, Any] = {}
+    plain: dict[str, str] = {}  # key in the checkpoint -> without worker and shard
+    elsewhere: set[str] = set()  # coded slots of a worker that was sharded in another way
     for key, kind in stored.items():
-        if key.startswith(wanted) and isinstance(kind, TensorStorageMetadata):
-            state[key] = _buffer_for(key, kind, parameters)
+        if not key.startswith(wanted) or not isinstance(kind, TensorStorageMetadata):
+            continue
+        name, slot, written = _coded_slot(key, coded)
+        if slot and written != coded[slot]:
+            elsewhere.add(name)
+            continue
+        state[key] = torch.empty(kind.size, dtype=kind.properties.dtype) if slot else _buffer_for(key, kind, parameters)
+        plain[key] = name
     try:
         with _quiet():
             dcp.load(state, checkpoint_id=path, process_group=group, no_dist=not dist.is_initialized())
     except (OSError, CheckpointException) as cause:
         raise CheckpointError(f"{path} is damaged: {_gist(cause)}") from cause
-    parts = {key.partition("/")[2]: value for key, value in state.items()}
-    notes = [] if same_world else _fill_for_another_world(parts, parameters, names, optimizer, description["workers"])
+    parts = {plain[key]: value for key, value in state.items()}
+    if same_world:
+        notes = _fill_for_other_shards(parts, elsewhere, names, optimizer)
+    else:
+        notes = _fill_for_another_world(parts, parameters, names, optimizer, description["workers"])
     _apply(parts, description, model, optimizer, names)
     if not same_world:
         optimizer._set_counter("thinwire_synced", optimizer.steps)
@@ -185,7 +200,7 @@ def _flat_state(
     state |= {f"{own}buffer/{name}": b for name, b in model.named_buffers() if name in model.state_dict()}
     state |= {f"{own}extra/{name}": torch.tensor(float(value), dtype=torch.float64) for name, value in extra.items()}
     state[f"{own}rng/{process}"] = torch.get_rng_state()
-    saved = optimizer.state_dict()["state"]
+    saved, coded = optimizer.state_dict()["state"], _coded_names(optimizer)
     for index, name in _parameter_names(model, optimizer).items():
         entries = saved.get(index, {})
         ready = bool(entries.get("inner_ready", True))
@@ -193,8 +208,29 @@ def _flat_state(
             kind = "inner" if key.startswith("inner") else key
             if value is None or (key.startswith("inner.") and not ready):
                 continue
-            state[f"{place(kind)}state/{name}/{key}"] = _as_tensor(value, key)
+            state[f"{place(kind)}state/{name}/{coded.get(key, key)}"] = _as_tensor(value, key)
     return state
+
+
+def _coded_names(optimizer: Algorithm) -> dict[str, str]:
+    """The slots in the domain of the codec, and their names in the checkpoint.
+
+    A shard's slot is no part of a whole: the codec's blocks begin anew on every shard. Without a number of their own,
+    torch.distributed.checkpoint would take the slots of a worker's shards for copies of one tensor, and keep one.
+    """
+    number, shards = shard_of(optimizer._active)
+    mark = f"@{number}of{shards}" if shards > 1 else ""
+    return {slot: slot + mark for slot, start in optimizer._slots.items() if start == "coded"}
+
+
+def _coded_slot(key: str, coded: Mapping[str, str]) -> tuple[str, str, str]:
+    """A key without worker and shard, which coded slot it holds ("" for none), and how that is written in the key."""
+    name = key.partition("/")[2]
+    before, _, written = name.rpartition("/")
+    slot = written.partition("@")[0]
+    if not name.startswith("state/") or slot not in coded:
+        return name, "", ""
+    return f"{before}/{slot}", slot, written
 
 
 def _as_tensor(value: object, key: str) -> Tensor:
@@ -226,6 +262,20 @@ def _buffer_for(key: str, kind: TensorStorageMetadata, parameters: Mapping[str, 
     if like is not None and like.shape == kind.size and section in ("param", "state"):
         return torch.empty_like(like.detach(), dtype=kind.properties.dtype)
     return torch.empty(kind.size, dtype=kind.properties.dtype)
+
+
+def _fill_for_other_shards(
+    parts: dict[str, Tensor], elsewhere: set[str], names: Mapping[int, str], optimizer: Algorithm
+) -> list[str]:
+    """Begin anew with the coded slots of a worker that was sharded in another way; says which."""
+    fresh, missing = optimizer.state_dict()["state"], elsewhere - parts.keys()
+    lost = set()
+    for index, name in names.items():
+        for key, value in fresh.get(index, {}).items():
+            if f"state/{name}/{key}" in missing:
+                parts[f"state/{name}/{key}"] = torch.zeros_like(value)
+                lost.add(key)
+    return [f"re-initialised, since workers were sharded in another way: {', '.join(sorted(lost))}"] if lost else []
 
 
 def _fill_for_another_world(

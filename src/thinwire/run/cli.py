@@ -121,8 +121,9 @@ def _train(arguments: list[str]) -> int:
     if in_job is not None and config.workers not in (None, in_job) and saved is None:
         raise ConfigError(f"--workers {config.workers} does not fit this torchrun job, which has {in_job} workers")
     config = replace(config, workers=in_job or config.workers or 2)
-    if config.algorithm == "ddp" and (config.wire != "fp32" or config.shards > 1):
-        flag = f"--wire {config.wire}" if config.wire != "fp32" else f"--shards {config.shards}"
+    other_wire = config.wire not in (None, "fp32")
+    if config.algorithm == "ddp" and (other_wire or config.shards > 1):
+        flag = f"--wire {config.wire}" if other_wire else f"--shards {config.shards}"
         raise ConfigError(f"ddp is torch's DistributedDataParallel, which ignores {flag}: use --algorithm data-parallel")
     _rehearse(config)
     if in_job is not None:

@@ -19,10 +19,22 @@ import tyro
 import thinwire
 from thinwire.errors import ConfigError, check_whole_number
 
-# Names of the command line that stand for an algorithm with some of its settings fixed.
+# Names of the command line that stand for an algorithm with some of its settings fixed; "wire" is what it sends by default.
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("data-parallel", {}),
     "local-adam": ("local-sgd", {"average_inner": True}),
+    "demo-v1": (
+        "demo",
+        {"phi": "sign", "whiten": False, "inflow": "lr", "alpha": 1.0, "wire": "DCT(64) >> TopK(32)"},
+    ),
+    "demo-v2": (
+        "demo",
+        {"phi": "sign", "whiten": False, "inflow": "ema", "alpha": 0.2, "wire": "DCT(64) >> TopK(8)"},
+    ),
+    "sparseloco": (
+        "decoupled-diloco",
+        {"H": 30, "beta": 0.95, "outer_lr": 1.0, "over": "workers", "wire": "Identity(64) >> TopK(64) >> TwoBit()"},
+    ),
 }
 
 Inner = Literal["adamw", "adam", "sgd", "momentum"]
@@ -46,15 +58,17 @@ class RunConfig:
     seed: int = 0
     """Of weights, batches and non-IID splits."""
     lr: float = 1.5e-3
-    """Peak learning rate of the inner optimizer."""
+    """Peak learning rate, of the inner optimizer where there is one."""
     lr_warmup: int = 20
     """Steps over which the learning rate rises to its peak."""
     lr_final: float = 0.1
     """Where the cosine decay of the learning rate ends, as a part of the peak; 1 keeps it constant."""
     inner: Inner = "adamw"
-    """Inner optimizer: adamw (betas 0.9 and 0.95), adam, sgd, or momentum (SGD with Nesterov momentum 0.9)."""
+    """Inner optimizer, where there is one: adamw (betas 0.9, 0.95), adam, sgd, or momentum (SGD, Nesterov momentum 0.9)."""
+    clip_norm: float = 1.0
+    """Scale gradients down to this norm: each worker its own, or the mean where gradients are averaged; 0 never."""
     weight_decay: float = 0.01
-    """Of adamw."""
+    """Of adamw and of methods with an update rule of their own."""
     batch: int | None = None
     """Sequences or images per worker and step; by default the task's own."""
     data: str | None = None
@@ -63,8 +77,9 @@ class RunConfig:
     """How far the workers' data differ; by default not at all. See `thinwire tasks`."""
     device: Device = "auto"
     """Where to compute: auto takes GPUs where torch finds them."""
-    wire: str = "fp32"
-    """What is sent: fp32, bf16, fp16, int8, fp4, 2-bit, 1-bit, or a chain such as "DCT(64) >> TopK(32) >> Sign()"."""
+    wire: str | None = None
+    """What is sent, if not the method's own choice: fp32, bf16, fp16, int8, fp4, 2-bit, 1-bit, or a chain such as
+    "DCT(64) >> TopK(32) >> Sign()"."""
     eval_every: int = 50
     """Steps between evaluations of the shared model; 0 evaluates at the end only."""
     settings: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
@@ -84,8 +99,9 @@ class RunConfig:
         for name in ("lr_warmup", "eval_every", "seed"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name.replace('_', '-')} must be at least 0, got {getattr(self, name)!r}")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ConfigError(f"weight-decay must be at least 0 and finite, got {self.weight_decay!r}")
+        for name in ("weight_decay", "clip_norm"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name.replace('_', '-')} must be at least 0 and finite, got {getattr(self, name)!r}")
 
     def lr_at(self, step: int) -> float:
         """Learning rate of step `step` (from 1): linear warm-up, then a cosine to `lr_final`. A pure function of the step."""
@@ -165,6 +181,8 @@ def _toml(value: object) -> str:
         return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
     # A JSON string is a TOML string, but for surrogate pairs and DEL.
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 

@@ -14,7 +14,8 @@ import tyro
 from thinwire.algorithm import Algorithm, Policy
 from thinwire.schedules import Schedule
 
-_NOT_FLAGS = {"self", "inner", "params", "link", "codec", "policy", "defaults"}
+# Not typed in, or settings that every run has.
+_NOT_FLAGS = {"self", "inner", "params", "link", "codec", "policy", "defaults", "lr", "weight_decay", "clip_norm"}
 
 
 def settings_class(cls: type[Algorithm], fixed: Mapping[str, Any]) -> type:
@@ -37,7 +38,8 @@ def settings_class(cls: type[Algorithm], fixed: Mapping[str, Any]) -> type:
 
 def as_dict(settings: Any) -> dict[str, Any]:
     """The settings that were chosen, by name; those without a value are left to the algorithm."""
-    return {k: v for k, v in asdict(settings).items() if v is not None}
+    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(settings).items()}  # as run.toml gives it back
+    return {k: v for k, v in plain.items() if v is not None}
 
 
 def _defaults(cls: type[Algorithm]) -> dict[str, Any]:
@@ -50,7 +52,7 @@ def _defaults(cls: type[Algorithm]) -> dict[str, Any]:
 
 def _flag_type(kind: Any) -> Any:
     """What the command line takes for a setting: a plain type, or None where it cannot be typed in."""
-    if kind in (int, float, bool, str) or get_origin(kind) is Literal:
+    if kind in (int, float, bool, str) or get_origin(kind) in (Literal, tuple):
         return kind
     options = [k for k in get_args(kind) if k not in (Schedule,)]
     plain = [k for k in options if k in (int, float, bool, str, type(None)) or get_origin(k) is Literal]

@@ -29,7 +29,7 @@ def summarise(trainer: Trainer, progress: Progress, **more: Any) -> dict[str, An
         "unit": trainer.task.unit,
         **progress.record(),
         "aborted_rounds": trainer.optimizer.aborted_rounds,
-        "evaluated": "the model that all workers agreed on in the last round",
+        "evaluated": trainer.optimizer.evaluated,
         **more,
     }
 
@@ -58,6 +58,11 @@ def show_summary(folder: Path) -> None:
     metric = f", accuracy {figures['val_accuracy']:.4f}" if "val_accuracy" in figures else ""
     done = f"after {_counted(figures['step'], 'step')} on {_counted(figures['workers'], 'worker')}"
     print(f"validation loss {figures['val_loss']:.4f}{metric} {done}")
+    if figures.get("val_drift", 0) > 0:
+        print(
+            f"evaluated: {figures['evaluated']}; the workers' models are {figures['val_drift']:.3f} apart (relative), ", end=""
+        )
+        print(f"their mean has a loss of {figures['val_mean_loss']:.4f}")
     if figures["workers"] > 1:
         share = 100 * figures["waiting"] / seconds if seconds else 0.0
         versus = f" ({less:.0f}x fewer bytes than sending every gradient)" if less >= 1.5 else ""

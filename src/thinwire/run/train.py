@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from thinwire.agreement import handshake
+from thinwire.agreement import handshake, running_statistics
 from thinwire.algorithm import Algorithm
 from thinwire.algorithms import found
 from thinwire.codecs import parse_codec
@@ -50,7 +51,8 @@ class Progress:
         received: bytes that it has received.
         rounds: exchanges so far.
         waiting: seconds of `seconds` that it spent waiting on the wire.
-        validation: figures of the shared model, where it was evaluated after this step.
+        validation: figures of the shared model, where it was evaluated after this step; with `drift`, how far the workers'
+            models are apart, and `mean_...`, the figures of their mean, where they are.
     """
 
     step: int
@@ -107,7 +109,14 @@ class Trainer:
         if config.algorithm == "ddp" and isinstance(link, TorchLink) and config.shards == 1:
             self.ddp = MeteredDDP(self.model, self.link)
             self.ddp.rehearse(lambda model: self.task.loss(model, self.task.batch(self.link.rank, 1)))
-        self.optimizer = optimizer_of(config, self.model, SoloLink() if self.ddp else self.link)
+        own = replace(config, clip_norm=0.0) if self.ddp else config  # gradients are averaged before the optimizer sees them
+        self.optimizer = optimizer_of(own, self.model, SoloLink() if self.ddp else self.link)
+        if self.task.batch(0, 1)[0].shape[0] % part[1]:
+            rows = self.task.batch(0, 1)[0].shape[0]
+            raise ConfigError(f"a batch of {rows} does not divide among {part[1]} shards: choose another --batch or --shards")
+        pace = getattr(self.optimizer, "pace", None)
+        if pace is not None and config.steps % pace.H:
+            raise ConfigError(f"with pace=speed workers meet every H={pace.H} steps only: steps={config.steps} is no multiple")
         self.step, self.seconds, self._before = 0, 0.0, 0.0
 
     def run(self, watch: Watcher, *, checkpoints: Path | None = None, checkpoint_every: int = 0) -> Progress:
@@ -123,13 +132,18 @@ class Trainer:
             handshake(self.link.link, self.optimizer.fingerprint())
         progress = self._progress(float("nan"))
         self._start_clock()
-        for step in range(self.step + 1, config.steps + 1):
-            loss = self._one_step(step)
-            last = step == config.steps
+        evaluated = saved = self.step
+        while self.step < config.steps:
+            loss = self._one_step(self.step + 1)
+            last = self.step >= config.steps
             if last:
                 self.optimizer.finish()
-            evaluate = last or (config.eval_every and step % config.eval_every == 0)
-            save = checkpoints is not None and checkpoint_every and (last or step % checkpoint_every == 0)
+            # Workers of different pace are at the same step only where a round has just ended.
+            together = last or self.optimizer.in_step
+            evaluate = last or (together and _passed(config.eval_every, evaluated, self.step))
+            save = checkpoints is not None and together and (last or _passed(checkpoint_every, saved, self.step))
+            save = bool(save and checkpoint_every)
+            evaluated, saved = self.step if evaluate else evaluated, self.step if save else saved
             if evaluate or save:
                 self._stop_clock()
             progress = self._progress(float(loss), self.evaluate() if evaluate else None)
@@ -142,7 +156,6 @@ class Trainer:
         return progress
 
     def _one_step(self, step: int) -> torch.Tensor:
-        self.step = step
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr_at(step)
         shard, shards = self.part
@@ -152,14 +165,17 @@ class Trainer:
         loss.backward()
         if self.ddp and (culprits := self.ddp.backward_done()):
             self._refuse(culprits)
+        if self.config.clip_norm and (self.ddp or not clips_itself(type(self.optimizer))):
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.step = self.optimizer.steps
         return loss.detach()
 
     def _refuse(self, culprits: list[int]) -> None:
         """What the finite gate does for every other method: DDP has averaged a NaN, so nobody takes this step."""
         names = ", ".join(f"rank {r}" for r in culprits)
-        what = f"step {self.step} refused on all {self.link.size} workers: NaN or Inf in the contribution of {names}"
+        what = f"step {self.step + 1} refused on all {self.link.size} workers: NaN or Inf in the contribution of {names}"
         self.optimizer.refuse(NonFiniteRound(what, culprits=culprits))
         self.optimizer.zero_grad()  # without gradients the step that follows changes nothing but its number
 
@@ -169,6 +185,11 @@ class Trainer:
         if self.link.rank == 0:
             with self.optimizer.shared_model(self.model):
                 figures = self.task.evaluate(self.model)
+        figures["drift"] = self.optimizer.drift(self.link.link)
+        if figures["drift"] > 0:  # there is no shared model: worker 0's was evaluated, and here is the mean of all
+            with self.optimizer.shared_model(self.model, mean_over=self.link.link):
+                if self.link.rank == 0:
+                    figures |= {f"mean_{k}": v for k, v in self.task.evaluate(self.model).items()}
         return tell_all(self.link.link, figures)
 
     def save(self, folder: Path) -> None:
@@ -236,10 +257,30 @@ def optimizer_of(config: RunConfig, model: nn.Module, link: Link) -> Algorithm:
     algorithms = found()
     name, fixed = resolve_algorithm(config.algorithm, algorithms)
     cls, settings = algorithms[name], {**fixed, **config.settings}
+    wire = settings.pop("wire", None) if config.wire is None else config.wire
+    settings.pop("wire", None)
+    if wire is not None:
+        settings["codec"] = parse_codec(wire)
+    if statistics := running_statistics(model):
+        settings["buffers"] = statistics
     make: Any = cls
+    if clips_itself(cls):
+        settings["clip_norm"] = config.clip_norm
     if issubclass(cls, Wrapper):
-        return make(INNER[config.inner](model.parameters(), config), link, codec=parse_codec(config.wire), **settings)
-    return make(model.parameters(), link, lr=config.lr, **settings)
+        return make(INNER[config.inner](model.parameters(), config), link, **settings)
+    known = inspect.signature(cls.__init__).parameters
+    own = {"lr": config.lr, "weight_decay": config.weight_decay}
+    return make(model.parameters(), link, **{k: v for k, v in own.items() if k in known}, **settings)
+
+
+def clips_itself(cls: type[Algorithm]) -> bool:
+    """Whether a method has a place of its own for clipping; for all others the loop does it, worker by worker."""
+    return "clip_norm" in inspect.signature(cls.__init__).parameters
+
+
+def _passed(period: int, before: int, now: int) -> bool:
+    """Whether a multiple of the period lies after `before`, up to `now`."""
+    return bool(period) and now // period > before // period
 
 
 def tell_all(link: Link, said: dict[str, T]) -> dict[str, T]:

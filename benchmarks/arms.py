@@ -1,0 +1,193 @@
+"""What is compared in the evidence for decoupled momentum: arms, their learning rates, seeds. One entry is one training run.
+
+Every arm is tuned on seed 0 over as many points as any other with as many settings; the two best points are then run on two
+more seeds, and the one with the least mean loss counts. Arms that are there for reference have seed 0 only. All runs have 4
+workers in the simulator, whose results are those of real processes bit for bit where messages are gathered.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+STEPS = {"gpt-nano": 384, "cnn-fashion": 400}
+BATCH = {"gpt-nano": 4, "cnn-fashion": 32}
+SEEDS = (0, 1, 2)
+H = 16
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A method and the points at which it is tuned.
+
+    Attributes:
+        name: in tables and figures.
+        task: what is trained.
+        algorithm: of `thinwire train`.
+        wire: of `thinwire train`; None for the method's own.
+        settings: of the algorithm, the same at all points.
+        grid: lists of values by setting ("lr" and the algorithm's own); their product is searched.
+        steps: of a run, if not the task's.
+        batch: of one worker, if not the task's.
+        seeds: the two best points are run on all of these; with one seed the best is taken as it is.
+    """
+
+    name: str
+    task: str
+    algorithm: str
+    wire: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    grid: dict[str, list[Any]] = field(default_factory=dict)
+    seeds: tuple[int, ...] = SEEDS
+    steps: int | None = None
+    batch: int | None = None
+
+    def candidates(self) -> Iterator[dict[str, Any]]:
+        """All points of the grid."""
+        for values in itertools.product(*self.grid.values()):
+            yield dict(zip(self.grid, values, strict=True))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run; `key` tells it from all others."""
+
+    arm: str
+    task: str
+    algorithm: str
+    wire: str | None
+    lr: float
+    settings: dict[str, Any]
+    seed: int
+    steps: int
+    batch: int
+
+    @property
+    def key(self) -> str:
+        """The command that repeats it."""
+        flags = {"algorithm": self.algorithm, "task": self.task, "workers": 4, "steps": self.steps, "batch": self.batch}
+        flags |= {"seed": self.seed, "lr": self.lr, "eval-every": 0, "weight-decay": 0.01}
+        flags |= {"wire": f'"{self.wire}"'} if self.wire else {}
+        flags |= {name.replace("_", "-"): value for name, value in self.settings.items()}
+        return "thinwire sim " + " ".join(_flag(name, value) for name, value in flags.items())
+
+
+def _flag(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name} {value}"
+
+
+def run_of(arm: Arm, point: dict[str, Any], seed: int) -> Run:
+    """One run of an arm."""
+    settings = {**arm.settings, **{k: v for k, v in point.items() if k != "lr"}}
+    steps, batch = arm.steps or STEPS[arm.task], arm.batch or BATCH[arm.task]
+    return Run(arm.name, arm.task, arm.algorithm, arm.wire, point["lr"], settings, seed, steps, batch)
+
+
+LRS = {"gpt-nano": [1e-3, 1.4e-3, 2e-3, 2.8e-3], "cnn-fashion": [1e-3, 2e-3, 4e-3, 8e-3]}  # of DeMo
+INNER_LRS = {"gpt-nano": [2e-3, 4e-3], "cnn-fashion": [4e-3, 8e-3]}  # of AdamW between rounds
+ADAMW_LRS = {"gpt-nano": [2e-3, 2.8e-3, 4e-3, 5.6e-3], "cnn-fashion": [2e-3, 4e-3, 8e-3, 1.6e-2]}
+DECOUPLED_BEST = {"lr": [2e-3], "outer_lr": [1.0], "beta": [0.9]}  # of the search below
+PUBLISHED = {"phi": "sign", "whiten": False, "inflow": "lr"}
+
+
+def _adamw(task: str) -> Arm:
+    return Arm("AdamW-DDP", task, "data-parallel", grid={"lr": ADAMW_LRS[task]})
+
+
+def _demo(name: str, task: str, wire: str, seeds: tuple[int, ...] = SEEDS, **settings: Any) -> Arm:
+    return Arm(name, task, "demo", wire, settings, {"lr": LRS[task]}, seeds)
+
+
+def _diloco(task: str) -> Arm:
+    grid = {"lr": INNER_LRS[task], "outer_lr": [0.7, 1.0], "outer_momentum": [0.9, 0.5] if task == "gpt-nano" else [0.5]}
+    return Arm(f"DiLoCo H={H}", task, "diloco", None, {"H": H}, grid)
+
+
+def _decoupled(name: str, task: str, wire: str, **settings: Any) -> Arm:
+    grid = {"lr": INNER_LRS[task], "outer_lr": [0.7, 1.0], "beta": [0.9, 0.95] if task == "gpt-nano" else [0.9]}
+    return Arm(name, task, "decoupled-diloco", wire, {"H": H, **settings}, grid)
+
+
+def _published(task: str) -> Arm:
+    grid = {"lr": INNER_LRS[task][:1], "outer_lr": [0.3, 0.7], "over": ["senders", "workers"]}
+    settings = {"H": H, "mode": "published", "beta": 0.95}
+    return Arm("published rule k=32 fp32", task, "decoupled-diloco", "DCT(64) >> TopK(32)", settings, grid, (0,))
+
+
+GPT = [
+    _adamw("gpt-nano"),
+    _demo("DeMo 1-bit k=172", "gpt-nano", "DCT(64) >> TopK(172) >> Sign()"),
+    _diloco("gpt-nano"),
+    _decoupled("decoupled DiLoCo 1-bit k=128", "gpt-nano", "DCT(64) >> TopK(128) >> Sign()"),
+    _demo("DeMo 1-bit k=22", "gpt-nano", "DCT(64) >> TopK(22) >> Sign()"),
+    _demo("DeMo as published (v1) k=32 bf16", "gpt-nano", 'DCT(64) >> TopK(32) >> Float("bf16")', (0,), **PUBLISHED),
+    _published("gpt-nano"),
+]
+
+CNN = [
+    _adamw("cnn-fashion"),
+    _demo("DeMo 1-bit 3%", "cnn-fashion", "DCT(64) >> TopK(0.03) >> Sign()"),
+    _diloco("cnn-fashion"),
+    _decoupled("decoupled DiLoCo 1-bit 3%", "cnn-fashion", "DCT(64) >> TopK(0.03) >> Sign()"),
+    _demo("DeMo 1-bit k=6", "cnn-fashion", "DCT(64) >> TopK(6) >> Sign()"),
+    _published("cnn-fashion"),
+]
+
+# How far it goes: other numbers of coefficients, value formats, transforms and periods, at the settings that were best above.
+FRONTIER = [
+    *(
+        Arm(f"DeMo {name}", "gpt-nano", "demo", wire, {}, {"lr": [2e-3]}, (0,))
+        for name, wire in {
+            "1-bit k=8": "DCT(64) >> TopK(8) >> Sign()",
+            "bf16 k=48": 'DCT(64) >> TopK(48) >> Float("bf16")',
+            "1-bit k=172, no transform": "Identity(64) >> TopK(172) >> Sign()",
+        }.items()
+    ),
+    *(
+        Arm(f"decoupled DiLoCo {name}", "gpt-nano", "decoupled-diloco", wire, settings, DECOUPLED_BEST, (0,))
+        for name, wire, settings in [
+            ("1-bit k=128 H=4", "DCT(64) >> TopK(128) >> Sign()", {"H": 4}),
+            ("1-bit k=128 H=8", "DCT(64) >> TopK(128) >> Sign()", {"H": 8}),
+            ("1-bit k=128 H=32", "DCT(64) >> TopK(128) >> Sign()", {"H": 32}),
+            ("1-bit k=32 H=16", "DCT(64) >> TopK(32) >> Sign()", {"H": 16}),
+            ("bf16 k=32 H=16", 'DCT(64) >> TopK(32) >> Float("bf16")', {"H": 16}),
+        ]
+    ),
+    Arm(
+        "SparseLoCo H=16",
+        "gpt-nano",
+        "decoupled-diloco",
+        "Identity(64) >> TopK(64) >> TwoBit()",
+        {"H": 16, "over": "workers"},
+        DECOUPLED_BEST,
+        (0,),
+    ),
+]
+
+
+def _ordering(name: str, wire: str = 'DCT(64) >> TopK(8) >> Float("bf16")', **settings: Any) -> Arm:
+    """DeMo as published at one fixed learning rate, one thing changed: small and short."""
+    settings = {"phi": "sign", "whiten": False, **settings}
+    return Arm(name, "gpt-nano", "demo", wire, settings, {"lr": [1e-3]}, (0,), steps=160, batch=2)
+
+
+ORDERINGS = [
+    _ordering("alpha 1, beta 0.999, DCT, k=8"),
+    _ordering("alpha 0", alpha=0.0),
+    _ordering("alpha 0.2", alpha=0.2),
+    _ordering("alpha 0.5", alpha=0.5),
+    _ordering("beta 0.9", beta=0.9),
+    _ordering("beta 0.99", beta=0.99),
+    _ordering("k=2", 'DCT(64) >> TopK(2) >> Float("bf16")'),
+    _ordering("k=32", 'DCT(64) >> TopK(32) >> Float("bf16")'),
+    _ordering("k=128", 'DCT(64) >> TopK(128) >> Float("bf16")'),
+    _ordering("identity", 'Identity(64) >> TopK(8) >> Float("bf16")'),
+    _ordering("Hadamard", 'Hadamard(64) >> TopK(8) >> Float("bf16")'),
+    _ordering("random orthogonal", 'RandomOrthogonal(64) >> TopK(8) >> Float("bf16")'),
+]
+
+PARTS = {"gpt": GPT, "cnn": CNN, "frontier": FRONTIER, "orderings": ORDERINGS}

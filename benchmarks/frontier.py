@@ -50,20 +50,21 @@ def table(part: str) -> str:
     """A part's arms as a Markdown table, against AdamW-DDP on the same task."""
     rows, lines = recorded(), []
     arms = [(arm, runs) for arm in PARTS[part] if (runs := rows_of(arm, rows))]
-    base = {arm.task: runs for arm, runs in arms if arm.algorithm == "data-parallel"}
+    dense = [arm for some in PARTS.values() for arm in some if arm.algorithm == "data-parallel"]
+    base = {arm.task: runs for arm in dense if (runs := rows_of(arm, rows))}
     images = any("accuracy" in runs[0] for _, runs in arms)
     head = "| arm | best settings | loss, mean (spread) | against AdamW-DDP |"
     lines += [head + (" accuracy, points against DDP |" if images else "") + " fewer bytes | drift | seeds |"]
     lines += ["|---|---|---:|---:|" + ("---:|" if images else "") + "---:|---:|---:|"]
     for arm, runs in arms:
         loss, spread = mean_of(runs, "loss"), max(r["loss"] for r in runs) - min(r["loss"] for r in runs)
-        against, behind, accuracy = base.get(arm.task), "", ""
+        against, behind, accuracy = None if arm.steps else base.get(arm.task), "", ""  # runs of one length are compared
         if against:
             behind = f"{100 * (loss / mean_of(against[: len(runs)], 'loss') - 1):+.1f}%"
         if images:
-            points = 100 * mean_of(runs, "accuracy")
-            less = f" ({points - 100 * mean_of(against[: len(runs)], 'accuracy'):+.2f})" if against else ""
-            accuracy = f" {points:.2f}%{less} |"
+            points = 100 * mean_of(runs, "accuracy") if "accuracy" in runs[0] else None
+            less = f" ({points - 100 * mean_of(against[: len(runs)], 'accuracy'):+.2f})" if against and points else ""
+            accuracy = f" {points:.2f}%{less} |" if points else " |"
         point = best_point(arm, rows) or {}
         best = ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in point.items())
         drift = f"{mean_of(runs, 'drift'):.3f}" if mean_of(runs, "drift") else "0"

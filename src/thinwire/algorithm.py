@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from thinwire.agreement import compare_replicas, drift, handshake, hash_tensors
 from thinwire.codecs import Chain, Codec, Dense, Mean
+from thinwire.codecs.base import check_codec
 from thinwire.codecs.chain import PerTensor
 from thinwire.errors import (
     CheckpointError,
@@ -124,13 +125,14 @@ class Algorithm(Optimizer):
         check_choice("on_divergence", on_divergence, ("raise", "warn"))
         check_whole_number("alarm_every", alarm_every, least=0)
         check_whole_number("buffers_every", buffers_every, least=0)
-        self.link, self.schedule, self.codec = link, as_schedule(H), codec or Dense()
+        self.link, self.schedule, self.codec = link, as_schedule(H), Dense() if codec is None else check_codec(codec)
         if self.schedule.fragments > 1 and not self.sends_fragments:
             raise ConfigError(f"{type(self).__name__} sends the model whole, got a schedule of fragments: {self.schedule!r}")
         self.on_abort, self.on_nonfinite = on_abort, on_nonfinite
         self.alarm_every, self.on_divergence = alarm_every, on_divergence
         self.settings = dict(settings or {})
         self.buffers = [b for b in buffers if b.is_floating_point()]
+        self._agreed_buffers: list[Tensor] = []  # as they were averaged last
         self.buffers_every = buffers_every or (32 if self.schedule.due(1) and self.schedule.due(2) else 1)
         self.due: tuple[int, ...] = ()
         self.aborted_rounds = 0
@@ -298,6 +300,8 @@ class Algorithm(Optimizer):
     def shared_model(self, model: nn.Module | None = None, *, mean_over: Link | None = None) -> Iterator[None]:
         """Within it the parameters are the ones all workers agreed on last: what should be evaluated and shipped.
 
+        So are the `buffers`, where they were averaged already.
+
         Args:
             model: give it where it is sharded by FSDP2, which otherwise could go on with a gathered copy of its parameters.
             mean_over: take the mean of the workers' models over this link instead; then it is an exchange of all workers.
@@ -335,12 +339,15 @@ class Algorithm(Optimizer):
         if other is None:
             yield
             return
-        mine = [x.clone() for x in self.params()]
+        buffers = [local(b) for b in self.buffers] if self._agreed_buffers else []
+        mine, own = [x.clone() for x in self.params()], [b.clone() for b in buffers]
         overwrite(self.params(), other, model)
+        overwrite(buffers, self._agreed_buffers)
         try:
             yield
         finally:
             overwrite(self.params(), mine, model)
+            overwrite(buffers, own)
 
     def _round(self) -> None:
         self._set_counter("thinwire_round", self.rounds + 1)
@@ -366,6 +373,9 @@ class Algorithm(Optimizer):
         except NonFiniteRound as refusal:
             log.warning("buffers: %s; all keep their own", refusal)
             return
+        mean = [m.contiguous() for m in mean]
+        self.shards.average_(mean)
+        self._agreed_buffers = [m.clone() for m in mean]
         for b, agreed in zip(mine, mean, strict=True):
             b.copy_(agreed)
 
@@ -508,12 +518,13 @@ class Algorithm(Optimizer):
         """Make the state slots of a new group."""
         for name in _COUNTERS:
             group[name] = self.param_groups[0].get(name, 0)
+        for p in group["params"]:  # all of them before any is taken in
+            if p.requires_grad and not p.is_floating_point():
+                raise ConfigError(f"parameters must be real floating-point tensors, got {p.dtype} of shape {tuple(p.shape)}")
         for p in group["params"]:
             if not p.requires_grad:
                 self._frozen.append(p)
                 continue
-            if not p.is_floating_point():
-                raise ConfigError(f"parameters must be real floating-point tensors, got {p.dtype} of shape {tuple(p.shape)}")
             self._active.append(p)
             # An entry even without slots: with an empty state torch's checkpointing would take a step "to initialise" it.
             state = self.state[p]

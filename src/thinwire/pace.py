@@ -62,8 +62,8 @@ class Pace:
         if self._since is not None:
             self._seconds.append(self.link.now() - self._since)
 
-    def waits(self) -> None:
-        """The clock of the next step begins now: what came before was the wire's time."""
+    def restart_clock(self) -> None:
+        """The next step begins now: what came before was a round, an evaluation or a checkpoint."""
         self._since = self.link.now()
 
     def committed(self) -> None:
@@ -74,17 +74,20 @@ class Pace:
         """The step was not taken after all: no work was done."""
         self.state[2] -= 1
 
-    def agree(self, shards: Shards) -> None:
+    def agree(self, shards: Shards, *, settle: bool) -> None:
         """After a round: tell the others how fast this worker is and find its quota for the next one.
 
         Args:
             shards: the processes that share this worker's model, and must find the same quota.
+            settle: whether this worker has taken all its steps of the round, so that its quota may change.
         """
         mine = statistics.median(self._seconds) if self._seconds else 0.0
         total, count = shards.totals([mine, 1.0])
         mine = total / count
         told = self.link.all_gather(Payload(torch.tensor([mine], dtype=torch.float64).view(torch.uint8), purpose="pace"))
         seconds = [float(p.data.cpu().view(torch.float64)) for p in told]
+        if not settle:
+            return
         self._seconds = []
         self.state[1] = 0
         if min(seconds) > 0:  # else somebody has not been timed yet

@@ -3,7 +3,7 @@
     sgd      phi(M) = M
     unit     phi(M) = M / rms(M)                                 rms: root mean square of the entries of a tensor
     sign     phi(M) = sign(M)                                    Signum; what DeMo v1 does
-    muon     phi(M) = M (M^T M + eps I)^(-1/2)                   of matrices, with a factor that fits its size to the others'
+    muon     phi(M) = M (M^T M + eps I)^(-1/2)                   of matrices, times what makes its entries' rms 0.2
     adam     phi(M) = m / (sqrt(v) + eps)                        m, v: means of M and M^2 with betas b1, b2, corrected for bias
 
 All rules see what every worker has decoded alike, so their state is bit-equal on all workers and costs no communication.
@@ -117,6 +117,9 @@ def orthogonalised(M: Tensor, *, steps: int = 5) -> Tensor:
 def check_group(group: Mapping[str, Any], *, sharded: bool) -> None:
     """Raise a `ConfigError` for settings of a parameter group that make no sense."""
     check_choice("phi", group["phi"], RULES)
+    for name in ("whiten", "inflow", "clip_norm", "over", "delay", "codec"):
+        if name in group:
+            raise ConfigError(f"{name} is one for all parameter groups, got {name}={group[name]!r} in a group")
     for name in ("lr", "weight_decay"):
         if not 0 <= group[name] < math.inf:
             raise ConfigError(f"{name} must be at least 0 and finite, got {group[name]!r}")
@@ -139,7 +142,7 @@ def apply_shared(
     *,
     m: Sequence[Tensor | None],
     v: Sequence[Tensor | None],
-    step: int,
+    counts: Sequence[Tensor | None],
     rms: Sequence[float],
 ) -> None:
     """X <- x - lr (phi(Q) + wd x) for all parameters, piece by piece but for Muon's.
@@ -150,7 +153,7 @@ def apply_shared(
         groups: the group of each.
         m: Adam's first moment of each, None where it has none.
         v: likewise the second.
-        step: number of the update, from 1.
+        counts: how many updates Adam's moments of each have seen, 0-d; changed in place, None where it has none.
         rms: root mean square of each Q, for phi = unit.
     """
     whole = {i for i, g in enumerate(groups) if g["phi"] == "muon" and x[i].dim() > 1}
@@ -158,6 +161,9 @@ def apply_shared(
     for t, g in zip(x, groups, strict=True):
         if g["weight_decay"]:
             t.mul_(1 - g["lr"] * g["weight_decay"])
+    for count in counts:
+        if count is not None:
+            count.add_(1)
     for i, part, Q, m_part, v_part in shared.each(target, m, v):
         g = groups[i]
         if i in whole:
@@ -165,6 +171,7 @@ def apply_shared(
         else:
             rule: Rule = "sign" if g["phi"] == "muon" else g["phi"]
             lr = g["lr"] / max(rms[i], 1e-30) if rule == "unit" else g["lr"]
+            step = 1 if (count := counts[i]) is None else int(count)
             apply_elementwise(rule, part, Q, lr=lr, moments=(m_part, v_part), betas=g["betas"], eps=g["eps"], step=step)
     for i in whole:
         x[i].sub_(orthogonalised(target[i]), alpha=groups[i]["lr"])

@@ -16,9 +16,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from thinwire.algorithm import Algorithm
-from thinwire.errors import RoundAborted
+from thinwire.errors import ConfigError, RoundAborted
 from thinwire.exchange import PendingShare
 from thinwire.links.base import Link
 
@@ -36,40 +37,45 @@ class TwoHalves(Algorithm):
 
     def __init__(self, params: Iterable[Any], link: Link, *, defaults: dict[str, Any], delay: bool, **base: Any):
         """Nothing is under way yet."""
+        if isinstance(params, Optimizer):
+            what = f"{type(self).__name__} is the optimizer itself"
+            raise ConfigError(f"{what}: give it model.parameters(), not a {type(params).__name__}")
         self.delay = delay
         self._underway: PendingShare | None = None
         super().__init__(params, link, defaults={**defaults, "underway": 0}, **base)
-        if delay:
-            self.state[self._active[0]]["withdrew"] = torch.tensor(0.0)
+        self.state[self._active[0]]["withdrew"] = torch.tensor(0.0)
 
     @property
     def withdrew(self) -> bool:
         """Whether this worker had nothing good to give to the round that is under way."""
-        return self.delay and bool(self.state[self._active[0]]["withdrew"])
+        return bool(self.state[self._active[0]]["withdrew"])
 
     @withdrew.setter
     def withdrew(self, bad: bool) -> None:
-        if self.delay:
-            self.state[self._active[0]]["withdrew"].fill_(float(bad))
+        self.state[self._active[0]]["withdrew"].fill_(float(bad))
 
     def send(self, round: int | None = None) -> PendingShare:
         """Put a round on its way. Where a number is given, that round once more: nothing new enters it."""
         raise NotImplementedError
 
-    def apply(self, sent: PendingShare, step: int) -> None:
-        """Wait for a round, commit it and apply it; `step` is its number."""
+    def apply(self, sent: PendingShare) -> None:
+        """Wait for a round, commit it and apply it."""
         raise NotImplementedError
 
     def update(self) -> None:
         """Both halves of one round, or the second half of the one before and the first half of this one."""
         if not self.delay:
-            self.apply(self.send(), self.rounds)
+            self.apply(self.send())
             return
+        refusal = None
         try:
             self._deliver()
-        finally:  # also after a round that was refused: this step's gradient must not be lost
-            self._underway = self.send()
-            self._set_counter("underway", self.rounds)
+        except RoundAborted as refused:  # this step's gradient must not be lost
+            refusal = refused
+        self._underway = self.send()
+        self._set_counter("underway", self.rounds)
+        if refusal is not None:
+            raise refusal
 
     def _deliver(self) -> None:
         """Apply the round that is under way, if there is one; after a resume it is sent again first."""
@@ -77,7 +83,7 @@ class TwoHalves(Algorithm):
         if round:
             sent, self._underway = self._underway or self.send(round), None
             self._set_counter("underway", 0)
-            self.apply(sent, round)
+            self.apply(sent)
 
     def finish(self) -> None:
         """Apply the round that is still under way; call it on all workers after the last step."""
@@ -92,3 +98,5 @@ class TwoHalves(Algorithm):
         """As in any algorithm; what was under way before is forgotten."""
         super().load_state_dict(state_dict)
         self._underway = None
+        if not self.delay:  # what was under way has not left the state: the next round carries it along
+            self._set_counter("underway", 0)

@@ -101,7 +101,7 @@ class Wrapper(Algorithm):
         """Take one step: local work, and a round of exchange when one is due."""
         loss = super().step(closure)
         if self.pace is not None:
-            self.pace.waits()
+            self.pace.restart_clock()
         return loss
 
     def commit(self) -> None:
@@ -112,8 +112,8 @@ class Wrapper(Algorithm):
 
     def _round(self) -> None:
         super()._round()
-        if self.pace is not None and self.in_step:  # `finish()` may end a round in the middle of its steps
-            self.pace.agree(self.shards)
+        if self.pace is not None:  # `finish()` may end a round in the middle of its steps: quotas change between whole ones
+            self.pace.agree(self.shards, settle=self.in_step)
 
     def local_step(self) -> None:
         """One step of the inner optimizer; skipped when this worker's gradient is not finite."""

@@ -18,7 +18,7 @@ from thinwire.run.train import Progress, Trainer, optimizer_of
 
 
 def made(algorithm: str, **settings: Any) -> Any:
-    config = RunConfig(algorithm=algorithm, task="quadratic", lr=4e-4, weight_decay=0.0, clip_norm=0.0, **settings)
+    config = RunConfig(algorithm=algorithm, task="quadratic", lr=4e-4, weight_decay=0.0, **settings)
     return optimizer_of(config, nn.Linear(4, 4), SoloLink())
 
 

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from thinwire.algorithm import Policy, Start
 from thinwire.codecs import DCT, Codec, Identity, Mean, Sign, TopK, TwoBit
+from thinwire.codecs.base import check_codec
 from thinwire.errors import ConfigError, check_choice
 from thinwire.links.base import Link
 from thinwire.schedules import Schedule
@@ -92,7 +93,7 @@ class DecoupledDiLoCo(Wrapper):
             raise ConfigError(f"outer_momentum must be in [0, 1), got {outer_momentum!r}")
         if outer_momentum and mode == "published":
             raise ConfigError(f"the published rule has beta for its momentum: outer_momentum must be 0, got {outer_momentum!r}")
-        codec = codec or DCT(64) >> TopK(128) >> Sign()
+        codec = DCT(64) >> TopK(128) >> Sign() if codec is None else check_codec(codec)
         self.mean = Mean() if codec.linear else Mean(over=over)
         self.mode, self.outer_lr, self.beta = mode, outer_lr, beta
         self.outer_momentum, self.nesterov = outer_momentum, nesterov
@@ -109,6 +110,12 @@ class DecoupledDiLoCo(Wrapper):
         codec = Identity(64) >> TopK(64) >> TwoBit()
         paper: dict[str, Any] = {"H": 30, "outer_lr": 1.0, "beta": 0.95, "over": "workers", "codec": codec}
         return cls(inner, link, **(paper | settings))
+
+    @classmethod
+    def published(cls, inner: Optimizer, link: Link, **settings: Any) -> Self:
+        """The authors' rule with the settings of their configs."""
+        paper: dict[str, Any] = {"H": 128, "outer_lr": 0.7, "beta": 0.95, "over": "senders", "codec": DCT(64) >> TopK(32)}
+        return cls(inner, link, mode="published", **(paper | settings))
 
     def wants(self, slot: str, group: Mapping[str, Any]) -> bool:  # noqa: ARG002
         """A velocity is kept only where there is a momentum."""

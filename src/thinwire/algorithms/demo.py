@@ -10,8 +10,8 @@ Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization", arXiv 2411.198
                                   Q   <- mean_i q_i                  over those who sent an entry, or over all workers
                                   x   <- x - lr (phi(Q) + wd x)      phi: sign (v1), sgd, muon; ours: unit, adam
 
-The parameters are bit-equal on all workers at any time; the momenta m_i are each worker's own. With everything sent and
-alpha = 1 no momentum is left: phi = sign is then signSGD of the mean gradient. m lives in the domain of the codec's transform.
+The parameters are bit-equal on all workers at any time; the momenta m_i are each worker's own, and live in the domain of the
+codec's transform. With everything sent and alpha = 1 no momentum is left: phi = sign, not whitened, is then signSGD.
 
 On a mesh (`fully_shard` on one axis, the link on the other) every process does this with its shard: that is FlexDeMo
 (arXiv 2502.06728). Row shards of a matrix stay matrices.
@@ -31,6 +31,7 @@ from thinwire.codecs import DCT, Chain, Codec, Mean, Sign, TopK
 from thinwire.errors import ConfigError, check_choice
 from thinwire.exchange import PendingShare
 from thinwire.links.base import Link
+from thinwire.links.mesh import shard_of
 from thinwire.links.shards import local
 from thinwire.rules import Rule, apply_shared, check_group, whitened
 from thinwire.two_halves import TwoHalves
@@ -64,7 +65,7 @@ class DeMo(TwoHalves):
     """
 
     name = "demo"
-    replicated = frozenset({"param", "m", "v"})
+    replicated = frozenset({"param", "m", "v", "updates"})
 
     def __init__(
         self,
@@ -97,18 +98,19 @@ class DeMo(TwoHalves):
         group = {"lr": lr, "beta": beta, "alpha": alpha, "phi": phi, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         settings = {**group, "whiten": whiten, "inflow": inflow, "clip_norm": clip_norm, "over": self.mean.over, "delay": delay}
         slots: dict[str, Start] = {"momentum": "coded", "own_v": "zeros", "own_count": "count", "m": "zeros", "v": "zeros"}
+        slots["updates"] = "count"
         super().__init__(params, link, defaults=group, delay=delay, codec=codec, slots=slots, settings=settings, **policy)
 
     @classmethod
     def v1(cls, params: Iterable[Any], link: Link, **settings: Any) -> Self:
         """The published code of 2024: lr inside the momentum, all that was sent taken off it, sign, 32 of each 64 x 64."""
-        paper: dict[str, Any] = {"lr": 4e-4, "inflow": "lr", "alpha": 1.0, "codec": DCT(64) >> TopK(32)}
+        paper: dict[str, Any] = {"lr": 4e-4, "inflow": "lr", "alpha": 1.0, "clip_norm": 1.0, "codec": DCT(64) >> TopK(32)}
         return cls(params, link, **(paper | {"phi": "sign", "whiten": False} | settings))
 
     @classmethod
     def v2(cls, params: Iterable[Any], link: Link, **settings: Any) -> Self:
         """The paper of 2026: only a part of what was sent is taken off; choose phi = sgd, sign or muon."""
-        paper: dict[str, Any] = {"lr": 4e-4, "inflow": "ema", "alpha": 0.2, "codec": DCT(64) >> TopK(8)}
+        paper: dict[str, Any] = {"lr": 4e-4, "inflow": "ema", "alpha": 0.2, "clip_norm": 1.0, "codec": DCT(64) >> TopK(8)}
         return cls(params, link, **(paper | {"phi": "sign", "whiten": False} | settings))
 
     def wants(self, slot: str, group: Mapping[str, Any]) -> bool:
@@ -116,12 +118,14 @@ class DeMo(TwoHalves):
         return slot == "momentum" or (self.whiten if slot.startswith("own_") else group["phi"] == "adam")
 
     def _adopt(self, group: dict[str, Any]) -> None:
-        check_group(group, sharded=any(local(p) is not p for p in group["params"]))
+        check_group(group, sharded=shard_of(group["params"])[1] > 1)
         super()._adopt(group)
 
     def send(self, round: int | None = None) -> PendingShare:
         """The first half of a step: add the gradient to the momentum and send the fast part."""
         groups, g = self.groups(), self.gradients()
+        if any(group["phi"] == "adam" and "m" not in self.state[p] for p, group in zip(self._active, groups, strict=True)):
+            raise ConfigError("phi = adam needs moments from the start: give it to the constructor or to add_param_group")
         decay, scale, bad = 1.0, None, self.withdrew
         if round is None:
             bad, clip = not self.gradients_finite(), self.clip_factor(self.clip_norm)
@@ -133,7 +137,7 @@ class DeMo(TwoHalves):
         # m_i <- beta m_i + s g_i;  q_i <- C(m_i)
         return self.post_share("momentum", g, mean=self.mean, decay=decay, scale=scale, round=round, withdraw=bad)
 
-    def apply(self, sent: PendingShare, step: int) -> None:
+    def apply(self, sent: PendingShare) -> None:
         """The second half: all workers apply the same."""
         shared, groups = sent.wait(), self.groups()
         self.commit()
@@ -141,4 +145,5 @@ class DeMo(TwoHalves):
         m, v = ([local(self.state[p][name]) if name in self.state[p] else None for p in self._active] for name in ("m", "v"))
         squares = self.shards.totals(shared.squares()) if any(g["phi"] == "unit" for g in self.param_groups) else []
         rms = [math.sqrt(s / max(1, p.numel())) for s, p in zip(squares, self._active, strict=False)]
-        apply_shared(shared, self.params(), groups, m=m, v=v, step=step, rms=rms)  # x <- x - lr (phi(Q) + wd x)
+        counts = [self.state[p].get("updates") for p in self._active]
+        apply_shared(shared, self.params(), groups, m=m, v=v, counts=counts, rms=rms)  # x <- x - lr (phi(Q) + wd x)

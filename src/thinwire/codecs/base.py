@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.aggregate import Mean
+from thinwire.errors import ConfigError
 from thinwire.payload import Payload, all_finite
 
 
@@ -103,3 +104,10 @@ def _trimmed(mean: Mean, tensors: Sequence[Tensor], factors: Sequence[float]) ->
     rows = [t.float().cpu().reshape(-1).numpy() * np.float32(f) for t, f in zip(tensors, factors, strict=True)]
     middle = mean.columns(np.stack(rows), np.ones(len(rows), np.float32))
     return torch.from_numpy(middle).view(tensors[0].shape).to(tensors[0].device)
+
+
+def check_codec(codec: object) -> Codec:
+    """Raise a `ConfigError` for what is no codec, such as the text of one."""
+    if not isinstance(codec, Codec):
+        raise ConfigError(f"codec must be a thinwire Codec, got {codec!r}; thinwire.parse_codec makes one of a text")
+    return codec

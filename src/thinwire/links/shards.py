@@ -57,7 +57,16 @@ class Shards:
         """The sum of each number over all shards of this worker."""
         if not self._groups:
             return list(values)
-        sums = torch.tensor(values, dtype=torch.float64, device=self._device)
+        mine = torch.tensor(values, dtype=torch.float64, device=self._device)
         for group in self._groups:
-            dist.all_reduce(sums, group=group)
-        return sums.tolist()
+            parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, mine, group=group)
+            mine = torch.stack(parts).sum(0)  # in rank order: the same bits in every worker, whatever its network
+        return mine.tolist()
+
+    def average_(self, tensors: Sequence[Tensor]) -> None:
+        """Give all shards of this worker the mean of theirs: of what each has whole, such as running statistics."""
+        for group in self._groups:
+            for tensor in tensors:
+                dist.all_reduce(tensor, group=group)
+                tensor.div_(dist.get_world_size(group))

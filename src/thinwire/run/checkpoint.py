@@ -172,6 +172,9 @@ def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link, *, grou
     else:
         notes = _fill_for_another_world(parts, parameters, names, optimizer, description["workers"])
     _apply(parts, description, model, optimizer, names)
+    if notes:  # a round that was under way was made of state that is no more
+        for settings in optimizer.param_groups:
+            settings.update({k: 0 for k in settings if k == "underway"})
     if not same_world:
         optimizer._set_counter("thinwire_synced", optimizer.steps)
     elif f"rng/{_number(group)}" in parts:
@@ -305,6 +308,7 @@ def _fill_for_another_world(
         lost.add("the inner optimizer's state")
     if any(key.startswith("buffer/") for key in parts):
         notes.append("buffers such as BatchNorm's statistics are those of the first worker")
+    lost -= {"withdrew"}  # of no use without the round it speaks of
     if lost:
         notes.append(f"re-initialised, since it was each worker's own: {', '.join(sorted(lost))}")
     return notes

@@ -192,6 +192,7 @@ def read_run_toml(path: Path) -> RunConfig:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
         known = {f.name for f in fields(RunConfig)}
+        tables["run"].setdefault("clip_norm", 0.0)  # of a run from before there was such a setting
         return replace(RunConfig(**{k: v for k, v in tables["run"].items() if k in known}), settings=tables["settings"])
     except (OSError, KeyError, TypeError, tomllib.TOMLDecodeError) as cause:
         raise ConfigError(f"{path} is not a run.toml of thinwire: {cause}") from cause

@@ -141,8 +141,8 @@ class Trainer:
             # Workers of different pace are at the same step only where a round has just ended.
             together = last or self.optimizer.in_step
             evaluate = last or (together and _passed(config.eval_every, evaluated, self.step))
-            save = checkpoints is not None and together and (last or _passed(checkpoint_every, saved, self.step))
-            save = bool(save and checkpoint_every)
+            due = checkpoint_every > 0 and (last or _passed(checkpoint_every, saved, self.step))
+            save = checkpoints is not None and together and due
             evaluated, saved = self.step if evaluate else evaluated, self.step if save else saved
             if evaluate or save:
                 self._stop_clock()
@@ -230,6 +230,8 @@ class Trainer:
 
     def _start_clock(self) -> None:
         self._before = self.link.now()
+        if (pace := getattr(self.optimizer, "pace", None)) is not None:
+            pace.restart_clock()
 
     def _stop_clock(self) -> None:
         self.seconds += self.link.now() - self._before
@@ -257,9 +259,8 @@ def optimizer_of(config: RunConfig, model: nn.Module, link: Link) -> Algorithm:
     algorithms = found()
     name, fixed = resolve_algorithm(config.algorithm, algorithms)
     cls, settings = algorithms[name], {**fixed, **config.settings}
-    wire = settings.pop("wire", None) if config.wire is None else config.wire
-    settings.pop("wire", None)
-    if wire is not None:
+    prescribed = settings.pop("wire", None)
+    if wire := config.wire or prescribed:
         settings["codec"] = parse_codec(wire)
     if statistics := running_statistics(model):
         settings["buffers"] = statistics

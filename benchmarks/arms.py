@@ -87,9 +87,9 @@ def run_of(arm: Arm, point: dict[str, Any], seed: int) -> Run:
     return Run(arm.name, arm.task, arm.algorithm, arm.wire, point["lr"], settings, seed, steps, batch)
 
 
-LRS = {"gpt-nano": [1e-3, 1.4e-3, 2e-3, 2.8e-3], "cnn-fashion": [1e-3, 2e-3, 4e-3, 8e-3]}  # of DeMo
-INNER_LRS = {"gpt-nano": [1.4e-3, 2e-3], "cnn-fashion": [4e-3, 8e-3]}  # of AdamW between rounds
-ADAMW_LRS = {"gpt-nano": [2e-3, 2.8e-3, 4e-3, 5.6e-3], "cnn-fashion": [2e-3, 4e-3, 8e-3, 1.6e-2]}
+LRS = {"gpt-nano": [1e-3, 1.4e-3, 2e-3, 2.8e-3], "cnn-fashion": [4e-3, 8e-3, 1.6e-2, 3.2e-2]}  # of DeMo
+INNER_LRS = {"gpt-nano": [1.4e-3, 2e-3], "cnn-fashion": [1.6e-2, 3.2e-2]}  # of AdamW between rounds
+ADAMW_LRS = {"gpt-nano": [2e-3, 2.8e-3, 4e-3, 5.6e-3], "cnn-fashion": [8e-3, 1.6e-2, 3.2e-2, 6.4e-2]}
 
 
 def _adamw(task: str) -> Arm:
@@ -147,6 +147,15 @@ FRONTIER = [
         ]
     ),
     Arm(
+        "decoupled DiLoCo 1-bit k=1024",
+        "gpt-nano",
+        "decoupled-diloco",
+        "DCT(64) >> TopK(1024) >> Sign()",
+        {"H": 8},
+        {"lr": [2e-3], "outer_lr": [0.7], "beta": [0.95]},
+        (0,),
+    ),
+    Arm(
         "SparseLoCo H=8",
         "gpt-nano",
         "decoupled-diloco",
@@ -183,7 +192,7 @@ REFERENCE = [
         "decoupled-diloco",
         "DCT(64) >> TopK(32)",
         {"H": H, "mode": "published", "beta": 0.95},
-        {"lr": [4e-3], "outer_lr": [0.7], "over": ["senders", "workers"]},
+        {"lr": [1.6e-2], "outer_lr": [0.7], "over": ["senders", "workers"]},
         (0,),
     ),
 ]

@@ -311,3 +311,24 @@ def test_statistics_travel_as_a_message_of_their_own_that_is_no_round() -> None:
 
     P, M = sum(p.numel() for p in normed().parameters()), 2
     assert World(M).run(worker) == [[("round", 4 * (P + M)), ("buffers", 4 * (4 + 4 + M))]] * M
+
+
+def test_the_shared_model_has_the_statistics_that_belong_to_it() -> None:
+    def worker(link: Link) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+        model = normed()
+        statistics = thinwire.running_statistics(model)
+        opt = thinwire.LocalSGD(sgd(model.parameters()), link, H=2, buffers=statistics)
+        seen = []
+        for step in range(1, 4):
+            normed_backward(model, link.rank, step)
+            opt.step()
+            opt.zero_grad()
+            seen.append([b.clone() for b in statistics])
+        with opt.shared_model():
+            shown = [b.clone() for b in statistics]
+        return seen[1], seen[2], shown, [b.clone() for b in statistics]
+
+    for agreed, later, shown, after in World(2).run(worker):
+        assert_same(shown, agreed, "those of the last round")
+        assert_same(after, later, "and one's own afterwards")
+        assert not torch.equal(agreed[0], later[0]), "the third step moved them"

@@ -441,3 +441,18 @@ def test_telling_each_other_the_speed_takes_eight_bytes_a_round_and_is_no_round(
         return [(e.purpose, e.payload) for e in metered.meter.recent if e.purpose not in ("round", "handshake")]
 
     assert World(2, step_time=1.0).run(worker) == [[("pace", 8)] * 2] * 2
+
+
+def test_a_total_that_is_no_multiple_of_the_period_keeps_nobody_waiting() -> None:
+    """The slow worker's last jump ends at the round, while the fast one comes to it through finish()."""
+
+    def worker(link: Link) -> tuple[int, int]:
+        model = model_of()
+        opt = paced(model, link, H=8)
+        train_to(model, opt, link.rank, 15)
+        opt.finish()
+        return opt.rounds, opt.steps
+
+    fast, slow = World(2, step_time=(1.0, 2.0)).run(worker)
+    assert fast[0] == slow[0] == 2
+    assert (fast[1], slow[1]) == (15, 16)

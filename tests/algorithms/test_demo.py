@@ -514,7 +514,7 @@ def test_v1_is_the_published_code(workers: int) -> None:
 
     def worker(link: Link) -> list[Tensor]:
         params = start(EVEN)
-        opt = DeMo.v1(params, link, lr=0.05, codec=DCT(8) >> TopK(4))
+        opt = DeMo.v1(params, link, lr=0.05, clip_norm=0.0, codec=DCT(8) >> TopK(4))
         train(opt, params, link.rank, 10)
         return values(params)
 
@@ -528,7 +528,7 @@ def test_v2_is_the_paper_of_2026(phi: str, rule: Callable[[Array], Array]) -> No
 
     def worker(link: Link) -> list[Tensor]:
         params = start(EVEN)
-        opt = DeMo.v2(params, link, lr=0.05, beta=0.95, phi=phi, weight_decay=0.1, codec=DCT(8) >> TopK(4))
+        opt = DeMo.v2(params, link, lr=0.05, clip_norm=0.0, beta=0.95, phi=phi, weight_decay=0.1, codec=DCT(8) >> TopK(4))
         train(opt, params, link.rank, 10)
         return values(params)
 
@@ -1142,3 +1142,46 @@ def test_with_striding_every_parameter_moves_once_in_as_many_rounds_as_the_strid
         2, 8, shapes=[(16, 8), (64,)], gradient=lambda r, s, i, x: torch.ones_like(x), phi="sign", codec=Striding(0.125)
     ):
         assert_close(params, [p.detach() - 0.1 for p in start([(16, 8), (64,)])])
+
+
+# --- First contact ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_in_place_of_parameters_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"DeMo is the optimizer itself: give it model.parameters\(\), not a SGD"):
+        DeMo(torch.optim.SGD(start(), lr=0.1), SoloLink())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "setting", [{"whiten": False}, {"clip_norm": 1.0}, {"inflow": "lr"}, {"over": "workers"}, {"delay": True}]
+)
+def test_a_setting_that_is_one_for_all_groups_is_refused_in_a_group(setting: dict[str, Any]) -> None:
+    (name,) = setting
+    with pytest.raises(ConfigError, match=f"{name} is one for all parameter groups"):
+        DeMo([{"params": start(), **setting}], SoloLink())
+
+
+def test_a_rule_that_needs_state_cannot_be_chosen_later() -> None:
+    params = start()
+    opt = demo(params, SoloLink(), phi="sgd", codec=Float())
+    opt.param_groups[0]["phi"] = "adam"
+    before = values(params)
+    with pytest.raises(ConfigError, match="phi = adam needs moments from the start"):
+        train(opt, params, 0, 1)
+    assert_same(before, values(params))
+
+
+def test_an_interrupt_while_a_round_is_applied_sends_no_other() -> None:
+    params = start()
+    metered = Metered(SoloLink())
+    opt = demo(params, metered, phi="sgd", codec=Float(), delay=True)
+    train(opt, params, 0, 1)
+    rounds = metered.meter.totals.rounds
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    metered.commit = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        train(opt, params, 0, 1)
+    assert metered.meter.totals.rounds == rounds + 1, "the one that was under way, and no new one"

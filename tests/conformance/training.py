@@ -62,9 +62,9 @@ def build(
     fixed = dict(FIXED.get(name, {}))
     if "wire" in fixed:
         fixed["codec"] = parse_codec(fixed.pop("wire"))
-    settings = {**fixed, **settings}
     if "H" in inspect.signature(cls.__init__).parameters:
-        settings.setdefault("H", H)
+        fixed["H"] = H
+    settings = {**fixed, **settings}
     if issubclass(cls, Wrapper):
         return cls(inner(params), link, **settings)  # type: ignore[call-arg]
     return cls(params, link, **settings)

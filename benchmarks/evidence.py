@@ -85,12 +85,12 @@ def finalists(arm: Arm, rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def best_point(arm: Arm, rows: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """The finalist with the least mean loss over all seeds; None while some are missing."""
+    """The finalist with the least mean loss over all seeds, of those that have them all; None while there is none."""
     means = []
     for point in finalists(arm, rows):
         found = [rows.get(run_of(arm, point, seed).key) for seed in arm.seeds]
         if any(row is None for row in found):
-            return None
+            continue
         means.append((sum(row["loss"] for row in found if row) / len(found), len(means), point))
     return min(means)[2] if means else None
 

@@ -20,8 +20,8 @@ from thinwire.run.summary import ddp_bytes, read_summary
 DILOCO = {"H": 30, "outer_lr": 0.9, "outer_momentum": 0.5}
 EVAL_EVERY = 90  # a multiple of H: right after a round
 ARMS = (
-    ("torch DDP", RunConfig(algorithm="ddp")),
-    ("DiLoCo, H=30", RunConfig(algorithm="diloco", settings=DILOCO)),
+    ("torch DDP", RunConfig(algorithm="ddp", clip_norm=0.0)),  # the learning rates were chosen without clipping
+    ("DiLoCo, H=30", RunConfig(algorithm="diloco", settings=DILOCO, clip_norm=0.0)),
 )
 
 

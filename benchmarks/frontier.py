@@ -83,7 +83,7 @@ def draw() -> Path:
     for part in PARTS:
         for arm in PARTS[part]:
             runs = rows_of(arm, rows)
-            if arm.task != "gpt-nano" or not runs:
+            if arm.task != "gpt-nano" or arm.steps or not runs:  # runs of one length
                 continue
             label, color, marker = FAMILIES[family(arm)]
             x, losses = mean_of(runs, "fewer"), [run["loss"] for run in runs]
@@ -100,6 +100,7 @@ def draw() -> Path:
             )
             seen.add(label)
             note = arm.name.replace("decoupled DiLoCo ", "").replace("DeMo ", "")
+            note += f", drift {mean_of(runs, 'drift'):.2f}" if mean_of(runs, "drift") else ""
             axes.annotate(note, (x, y), textcoords="offset points", xytext=(5, 4), fontsize=6.5, color=color)
     axes.set(
         xscale="log",

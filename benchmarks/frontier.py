@@ -6,15 +6,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-
 from benchmarks.arms import PARTS, Arm, run_of
 from benchmarks.evidence import best_point, recorded
-
-mpl.use("svg")
-from matplotlib import pyplot as plt  # after the choice of what to draw with
-
-FIGURES = Path(__file__).parent.parent / "docs" / "figures"
+from benchmarks.figures import FIGURES, plt
 
 FAMILIES = {
     "data-parallel": ("AdamW-DDP", "black", "s"),

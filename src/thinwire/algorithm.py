@@ -300,7 +300,7 @@ class Algorithm(Optimizer):
     def shared_model(self, model: nn.Module | None = None, *, mean_over: Link | None = None) -> Iterator[None]:
         """Within it the parameters are the ones all workers agreed on last: what should be evaluated and shipped.
 
-        So are the `buffers`, where they were averaged already.
+        Where other parameters than those in use are shown, so are the `buffers` as they were averaged last.
 
         Args:
             model: give it where it is sharded by FSDP2, which otherwise could go on with a gathered copy of its parameters.
@@ -321,6 +321,15 @@ class Algorithm(Optimizer):
     def in_step(self) -> bool:
         """Whether all workers have taken the same number of steps now, as the counter has it."""
         return True
+
+    def check_total(self, steps: int) -> None:
+        """Raise a `ConfigError` for a number of steps at which the workers cannot stop together."""
+
+    def restart_clock(self) -> None:
+        """Told after an evaluation or a checkpoint: what has passed since the last step was not training."""
+
+    def begin_anew(self) -> None:
+        """Told when a checkpoint could not bring all per-worker state: forget what was made of it."""
 
     def drift(self, link: Link | None = None) -> float:
         """How far apart the models are that `shared_model` shows on the workers; 0 exactly where they are bit-equal.

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 
@@ -78,3 +79,9 @@ def check_whole_number(name: str, value: object, *, least: int = 1) -> None:
     """Raise a `ConfigError` unless `value` is an int of at least `least` (bool is not an int here)."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+def check_not_negative(name: str, value: float) -> None:
+    """Raise a `ConfigError` unless `value` is at least 0 and finite."""
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"{name} must be at least 0 and finite, got {value!r}")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from thinwire.errors import ConfigError, check_choice
+from thinwire.errors import ConfigError, check_choice, check_not_negative
 
 if TYPE_CHECKING:
     from thinwire.exchange import Share
@@ -35,7 +35,7 @@ def whitened(
     *,
     clip: float,
 ) -> list[Tensor]:
-    """G / (sqrt(v) + eps), with v <- b2 v + (1 - b2) g^2 first: what Adam makes of a gradient, without its momentum.
+    """The gradients divided by sqrt(v) + eps, with v <- b2 v + (1 - b2) g^2 first: what Adam makes of them, without momentum.
 
     Args:
         g: gradients; not changed.
@@ -65,7 +65,7 @@ def apply_elementwise(
     eps: float = 1e-8,
     step: int = 1,
 ) -> None:
-    """X <- x - lr phi(M), for any piece of a tensor.
+    """Step a piece of a tensor: x <- x - lr phi(M).
 
     Args:
         rule: "sgd", "unit" (of which the caller puts 1 / rms into `lr`), "sign" or "adam".
@@ -121,8 +121,7 @@ def check_group(group: Mapping[str, Any], *, sharded: bool) -> None:
         if name in group:
             raise ConfigError(f"{name} is one for all parameter groups, got {name}={group[name]!r} in a group")
     for name in ("lr", "weight_decay"):
-        if not 0 <= group[name] < math.inf:
-            raise ConfigError(f"{name} must be at least 0 and finite, got {group[name]!r}")
+        check_not_negative(name, group[name])
     if not 0 < group["eps"] < math.inf:
         raise ConfigError(f"eps must be above 0 and finite, got {group['eps']!r}")
     for name in ("beta", "alpha"):
@@ -145,7 +144,7 @@ def apply_shared(
     counts: Sequence[Tensor | None],
     rms: Sequence[float],
 ) -> None:
-    """X <- x - lr (phi(Q) + wd x) for all parameters, piece by piece but for Muon's.
+    """Step all parameters: x <- x - lr (phi(Q) + wd x), piece by piece but for Muon's.
 
     Args:
         shared: the round that brought Q.

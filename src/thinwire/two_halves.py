@@ -94,6 +94,11 @@ class TwoHalves(Algorithm):
                 self.refuse(refusal)
             self.average_buffers()
 
+    def begin_anew(self) -> None:
+        """The round that was under way was made of state that is no more."""
+        self._underway = None
+        self._set_counter("underway", 0)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As in any algorithm; what was under way before is forgotten."""
         super().load_state_dict(state_dict)

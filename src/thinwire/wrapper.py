@@ -94,14 +94,23 @@ class Wrapper(Algorithm):
         """Whether all workers have taken the same number of steps now; of different pace, they meet at rounds."""
         return self.pace is None or self.steps % self.pace.H == 0
 
+    def check_total(self, steps: int) -> None:
+        """Workers of different pace meet at rounds only."""
+        if self.pace is not None and steps % self.pace.H:
+            raise ConfigError(f"with pace=speed workers meet every H={self.pace.H} steps only: steps={steps} is no multiple")
+
+    def restart_clock(self) -> None:
+        """The next step begins now."""
+        if self.pace is not None:
+            self.pace.restart_clock()
+
     def _next_step(self) -> int:
         return super()._next_step() if self.pace is None else self.pace.next_step(self.steps)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step: local work, and a round of exchange when one is due."""
         loss = super().step(closure)
-        if self.pace is not None:
-            self.pace.restart_clock()
+        self.restart_clock()
         return loss
 
     def commit(self) -> None:

@@ -551,7 +551,7 @@ def test_it_resumes_bit_for_bit(stop: int, rule: dict) -> None:
     ("settings", "message"),
     [
         ({"mode": "code"}, "mode must be one of 'consensus', 'published', got 'code'"),
-        ({"over": "everyone"}, "over must be one of 'senders', 'workers', got 'everyone'"),
+        ({"over": "everyone"}, "over must be one of 'workers', 'senders', got 'everyone'"),
         ({"pace": "fast"}, "pace must be one of 'equal', 'speed', got 'fast'"),
         ({"outer_lr": 0.0}, "outer_lr must be above zero and finite, got 0.0"),
         ({"outer_lr": -1.0}, "got -1.0"),

@@ -76,9 +76,11 @@ def test_what_cannot_be_is_refused(settings_: dict[str, Any], message: str) -> N
 
 def test_only_the_plain_mean_can_be_left_to_a_link() -> None:
     assert Mean().plain
+    assert Mean(over="senders").plain, "what may be averaged on the wire is sent by all"
     assert not Mean().needs_norms
-    for other in (Mean(over="senders"), Mean(clip_norm=1.0), Mean(median_norm=True), Mean(trimmed=0.1)):
-        assert not other.plain
+    for over in ("workers", "senders"):
+        for other in (Mean(over, clip_norm=1.0), Mean(over, median_norm=True), Mean(over, trimmed=0.1)):
+            assert not other.plain
     assert Mean(clip_norm=1.0).needs_norms
     assert Mean(median_norm=True).needs_norms
     assert not Mean(trimmed=0.1).needs_norms

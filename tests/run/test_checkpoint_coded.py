@@ -147,3 +147,19 @@ def test_momenta_of_another_codec_are_refused(tmp_path: Path) -> None:
 
 def _keys(folder: Path) -> set[str]:
     return set(FileSystemReader(checkpoint.finished(folder)[-1]).read_metadata().state_dict_metadata)
+
+
+def _load_alone(link: TorchLink, folder: Path) -> tuple[int, list[str]]:
+    model, opt, _ = _built(link, None, 1, {"delay": True, "weight_decay": 0.5})
+    notes = checkpoint.load(checkpoint.finished(folder)[-1], model, opt, link, group=link.group).notes
+    before = [p.detach().clone() for p in model.parameters()]
+    opt.finish()  # would send a round of zeros and decay the weights for it
+    assert_same(before, [p.detach() for p in model.parameters()], "nothing is under way")
+    return opt.param_groups[0]["underway"], notes
+
+
+def test_another_world_forgets_the_round_that_was_under_way(tmp_path: Path, pool: Pool) -> None:
+    pool.run(_save, 2, tmp_path, None, {"delay": True, "weight_decay": 0.5})
+    ((underway, notes),) = pool.run(_load_alone, 1, tmp_path)
+    assert underway == 0
+    assert notes == ["re-initialised, since it was each worker's own: momentum, own_count, own_v"]

@@ -11,7 +11,6 @@ worker has a gradient for it, and one per worker that says whether its contribut
 
 from __future__ import annotations
 
-import math
 from typing import Unpack
 
 import torch
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 
 from thinwire.algorithm import Policy
 from thinwire.codecs import Codec, Dense
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, check_not_negative
 from thinwire.links.base import Link
 from thinwire.links.shards import local
 from thinwire.wrapper import Wrapper
@@ -62,8 +61,7 @@ class DataParallel(Wrapper):
             raise ConfigError(
                 f"DataParallel sends whole gradients, without error feedback: its codec is a Dense one, got {codec!r}"
             )
-        if not 0 <= clip_norm < math.inf:
-            raise ConfigError(f"clip_norm must be at least 0 (0 never clips) and finite, got {clip_norm!r}")
+        check_not_negative("clip_norm", clip_norm)
         super().__init__(inner, link, codec=codec, settings={"clip_norm": clip_norm}, **policy)
         self.clip_norm = clip_norm
 

@@ -84,7 +84,6 @@ class DecoupledDiLoCo(Wrapper):
     ):
         """Wrap `inner`."""
         check_choice("mode", mode, ("consensus", "published"))
-        check_choice("over", over, ("senders", "workers"))
         if not 0 < outer_lr < math.inf:
             raise ConfigError(f"outer_lr must be above zero and finite, got {outer_lr!r}")
         if not 0 <= beta <= 1:
@@ -94,7 +93,7 @@ class DecoupledDiLoCo(Wrapper):
         if outer_momentum and mode == "published":
             raise ConfigError(f"the published rule has beta for its momentum: outer_momentum must be 0, got {outer_momentum!r}")
         codec = DCT(64) >> TopK(128) >> Sign() if codec is None else check_codec(codec)
-        self.mean = Mean() if codec.linear else Mean(over=over)
+        self.mean = Mean(over=over)
         self.mode, self.outer_lr, self.beta = mode, outer_lr, beta
         self.outer_momentum, self.nesterov = outer_momentum, nesterov
         if mode == "published":  # nothing is ever made equal again

@@ -28,7 +28,7 @@ from typing import Any, Literal, Self, Unpack
 
 from thinwire.algorithm import Policy, Start
 from thinwire.codecs import DCT, Chain, Codec, Mean, Sign, TopK
-from thinwire.errors import ConfigError, check_choice
+from thinwire.errors import ConfigError, check_choice, check_not_negative
 from thinwire.exchange import PendingShare
 from thinwire.links.base import Link
 from thinwire.links.mesh import shard_of
@@ -89,11 +89,9 @@ class DeMo(TwoHalves):
     ):
         """Check the settings that all groups share; `add_param_group` checks the others."""
         check_choice("inflow", inflow, ("gradient", "lr", "ema"))
-        check_choice("over", over, ("senders", "workers"))
-        if not 0 <= clip_norm < math.inf:
-            raise ConfigError(f"clip_norm must be at least 0 (0 never clips) and finite, got {clip_norm!r}")
+        check_not_negative("clip_norm", clip_norm)
         codec = Chain.of(codec or DCT(64) >> TopK(128) >> Sign())
-        self.mean = Mean() if codec.linear else Mean(over=over)  # what all workers send has as many senders as workers
+        self.mean = Mean(over=over)
         self.inflow, self.clip_norm, self.whiten = inflow, clip_norm, whiten
         group = {"lr": lr, "beta": beta, "alpha": alpha, "phi": phi, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         settings = {**group, "whiten": whiten, "inflow": inflow, "clip_norm": clip_norm, "over": self.mean.over, "delay": delay}

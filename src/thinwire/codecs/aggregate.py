@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -47,8 +47,8 @@ class Mean:
 
     @property
     def plain(self) -> bool:
-        """Whether a link may do it: the mean over all workers without any protection."""
-        return self == Mean()
+        """Whether a link may do it: without any protection, since of what all workers send all are senders too."""
+        return replace(self, over="workers") == Mean()
 
     @property
     def needs_norms(self) -> bool:

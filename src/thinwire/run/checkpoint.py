@@ -172,9 +172,8 @@ def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link, *, grou
     else:
         notes = _fill_for_another_world(parts, parameters, names, optimizer, description["workers"])
     _apply(parts, description, model, optimizer, names)
-    if notes:  # a round that was under way was made of state that is no more
-        for settings in optimizer.param_groups:
-            settings.update({k: 0 for k in settings if k == "underway"})
+    if notes:
+        optimizer.begin_anew()
     if not same_world:
         optimizer._set_counter("thinwire_synced", optimizer.steps)
     elif f"rng/{_number(group)}" in parts:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 import thinwire
-from thinwire.errors import ConfigError, check_whole_number
+from thinwire.errors import ConfigError, check_not_negative, check_whole_number
 
 # Names of the command line that stand for an algorithm with some of its settings fixed; "wire" is what it sends by default.
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -100,8 +100,7 @@ class RunConfig:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name.replace('_', '-')} must be at least 0, got {getattr(self, name)!r}")
         for name in ("weight_decay", "clip_norm"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name.replace('_', '-')} must be at least 0 and finite, got {getattr(self, name)!r}")
+            check_not_negative(name.replace("_", "-"), getattr(self, name))
 
     def lr_at(self, step: int) -> float:
         """Learning rate of step `step` (from 1): linear warm-up, then a cosine to `lr_final`. A pure function of the step."""

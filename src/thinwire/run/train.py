@@ -111,12 +111,9 @@ class Trainer:
             self.ddp.rehearse(lambda model: self.task.loss(model, self.task.batch(self.link.rank, 1)))
         own = replace(config, clip_norm=0.0) if self.ddp else config  # gradients are averaged before the optimizer sees them
         self.optimizer = optimizer_of(own, self.model, SoloLink() if self.ddp else self.link)
-        if self.task.batch(0, 1)[0].shape[0] % part[1]:
-            rows = self.task.batch(0, 1)[0].shape[0]
+        if part[1] > 1 and (rows := len(self.task.batch(0, 1)[0])) % part[1]:
             raise ConfigError(f"a batch of {rows} does not divide among {part[1]} shards: choose another --batch or --shards")
-        pace = getattr(self.optimizer, "pace", None)
-        if pace is not None and config.steps % pace.H:
-            raise ConfigError(f"with pace=speed workers meet every H={pace.H} steps only: steps={config.steps} is no multiple")
+        self.optimizer.check_total(config.steps)
         self.step, self.seconds, self._before = 0, 0.0, 0.0
 
     def run(self, watch: Watcher, *, checkpoints: Path | None = None, checkpoint_every: int = 0) -> Progress:
@@ -230,8 +227,7 @@ class Trainer:
 
     def _start_clock(self) -> None:
         self._before = self.link.now()
-        if (pace := getattr(self.optimizer, "pace", None)) is not None:
-            pace.restart_clock()
+        self.optimizer.restart_clock()
 
     def _stop_clock(self) -> None:
         self.seconds += self.link.now() - self._before

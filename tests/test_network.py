@@ -322,3 +322,18 @@ def test_a_broadcast_passes_down_the_line(workers: int) -> None:
     assert sum(t.sent for t in traffic) == sum(t.received for t in traffic) == 100 * (workers - 1)
     assert (traffic[0].received, traffic[-1].sent) == (0, 0)
     assert ring_hops("broadcast", workers) == workers - 1
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_pair_sends_each_message_once_in_one_hop(workers: int) -> None:
+    for rank in range(4):  # whoever they are
+        assert ring_traffic("pair", [100] * workers, rank) == (100 * (workers - 1),) * 2
+    assert ring_hops("pair", workers) == workers - 1
+
+
+def test_the_time_of_a_pair_is_that_of_its_two_wires() -> None:
+    network = Network(bandwidth=(8.0, 80.0, 40.0), latency=(9.0, 0.5, 0.25), down=(8.0, 16.0, 80.0))
+    assert network.seconds("pair", [100, 100], (1, 2)) == 0.5 + 50.0
+    assert network.seconds("pair", [100, 100], (0, 2)) == 9.0 + 100.0
+    assert network.seconds("pair", [100], (0,)) == 0.0
+    assert Network(bandwidth=8.0, latency=1.0).seconds("pair", [100, 100]) == 101.0

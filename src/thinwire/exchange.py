@@ -1,7 +1,8 @@
-"""The one place where codec meets link: `average()`, and `share()` for state that lives in the domain of a transform.
+"""The one place where codec meets link: `average()`, `swap()` in pairs, and `share()` for state in the domain of a transform.
 
-Both pass the finite gate: a contribution with NaN or Inf is found before anything is averaged, and the round is refused on ALL
-workers with the culprit named, so that no worker's shared state has changed. The other gates are in `agreement`.
+All pass the finite gate: a contribution with NaN or Inf is found before anything is applied, and the round is refused with the
+culprit named on ALL workers that would have read it, so that no worker's shared state has changed. The other gates are in
+`agreement`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from thinwire.codecs.received import Received
 from thinwire.codecs.wire import HEADER_NBYTES, Envelope, fingerprint, seal, unseal
 from thinwire.errors import ConfigError, NonFiniteRound, WireError, check_whole_number
 from thinwire.links.base import Link, Ticket
+from thinwire.network import Op
 from thinwire.payload import Payload, all_finite
 
 T = TypeVar("T")
@@ -115,6 +117,53 @@ def post_average(
     return PendingAverage(mail, mail.post(body, withdraw or not finite), sent)
 
 
+def swap(
+    link: Link,
+    codec: Codec,
+    tensors: Sequence[Tensor],
+    partner: int | None,
+    *,
+    round: int = 0,
+    withdraw: bool = False,
+    any_shard: AnyShard = alone,
+    purpose: str = "round",
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Exchange ONE message with one other worker; the rest of the workers are not waited for.
+
+    Args:
+        link: the wire.
+        codec: what is sent of the tensors; one whose messages are gathered, such as `Dense(gather=True)`.
+        tensors: this worker's contribution: any shapes, on one device; not changed.
+        partner: the rank to exchange with, which must name this one; None for a worker that has no partner.
+        round: see `Options`.
+        withdraw: see `Options`; here the two of a pair refuse together.
+        any_shard: see `Options`.
+        purpose: see `Options`.
+
+    Returns:
+        What this worker's message decodes to and what the partner's does; without a partner, the first in both places. They may
+        be views into the messages: read them, do not write to them.
+
+    Raises:
+        NonFiniteRound: on both members of the pair, when the contribution of either is not finite.
+        WireError: a message that is not what it should be.
+    """
+    if codec.linear:
+        raise ConfigError(
+            f"{codec!r} is averaged on the wire, which two workers cannot do: take Dense(gather=True) or the like"
+        )
+    tensors = list(tensors)
+    like = [torch.empty_like(t, device="meta") for t in tensors]
+    pair = (link.rank,) if partner is None else (min(link.rank, partner), max(link.rank, partner))
+    mail = Mail(link, codec, like, round, any_shard, Mean(), None, purpose, pair)
+    body, finite = codec.encode_finite(tensors, round=round)
+    if not isinstance(codec, Dense):
+        finite = finite and all_finite(tensors)
+    read = mail.read(mail.post(body, withdraw or not finite).wait(), mail.decode_each)
+    mine = pair.index(link.rank)
+    return read[mine], read[-1 - mine]
+
+
 def message_nbytes(link: Link, codec: Codec, tensors: Sequence[Tensor], *, weighted: bool = False) -> int:
     """Length in bytes of the message that `average` would send, with what it adds to tell a bad contribution."""
     if not codec.linear:
@@ -144,6 +193,7 @@ class Mail:
     mean: Mean
     weight: float | None
     purpose: str = "round"
+    pair: tuple[int, ...] | None = None  # of a swap: this worker and its partner, in rank order
 
     def __post_init__(self) -> None:
         """Refuse what the wire cannot do."""
@@ -178,7 +228,10 @@ class Mail:
             if bad:
                 body = body.like(torch.zeros_like(body.data))
             envelope = Envelope(self.link.rank, 1.0 if self.weight is None else self.weight, withdrawn=bad)
-            return self.link.post(seal(body, envelope, fingerprint=self._fingerprint, round=self.round), "gather")
+            op: Op = "gather"
+            if self.pair is not None:
+                op, body = "pair", replace(body, partner=next((r for r in self.pair if r != self.link.rank), None))
+            return self.link.post(seal(body, envelope, fingerprint=self._fingerprint, round=self.round), op)
         if bad:
             body.data.zero_()
         if self.weight is not None:
@@ -203,7 +256,7 @@ class Mail:
 
         Raises:
             WireError: a message that is not what it should be.
-            NonFiniteRound: on every worker, naming those who have nothing good to give.
+            NonFiniteRound: on every worker that reads them, naming those who have nothing good to give.
         """
         error, culprits, result = None, [], []
         try:
@@ -219,9 +272,11 @@ class Mail:
             raise error
         names = ", ".join(f"rank {r}" for r in culprits if r >= 0)
         reason = f"NaN or Inf in the contribution of {names}" if names else "the sum of all contributions overflowed"
+        together = (
+            f"on all {self.link.size} workers" if self.pair is None else f"by rank {' and rank '.join(map(str, self.pair))}"
+        )
         raise NonFiniteRound(
-            f"round {self.round} refused on all {self.link.size} workers: "
-            + (reason if culprits else "another shard of this worker refused it"),
+            f"round {self.round} refused {together}: " + (reason if culprits else "another shard of this worker refused it"),
             culprits=[r for r in culprits if r >= 0],
         )
 
@@ -238,7 +293,7 @@ class Mail:
         nbytes = self.codec.nbytes(self.like)
         opened = [
             unseal(p, fingerprint=self._fingerprint, round=self.round, rank=rank, nbytes=nbytes)
-            for rank, p in enumerate(payloads)
+            for rank, p in zip(self.pair or range(len(payloads)), payloads, strict=True)
         ]
         weights = [e.weight for _, e in opened]
         if self.weight is None and (odd := [e for _, e in opened if e.weight != 1]):
@@ -247,6 +302,14 @@ class Mail:
             raise WireError("the weights of all workers are zero")
         culprits = [e.rank for _, e in opened if e.withdrawn]
         return [body for body, _ in opened], None if self.weight is None else weights, culprits
+
+    def decode_each(self, bodies: list[Payload], _: list[float] | None) -> tuple[list[list[Tensor]], bool]:
+        """The tensors of each body, for `read`."""
+        decoded = [self.codec.decode(body, self.like, round=self.round) for body in bodies]
+        for rank, tensors in zip(self.pair or range(len(bodies)), decoded, strict=True):
+            if not all_finite(tensors):  # a sender that is honest would have withdrawn
+                raise WireError("a value that is not finite", rank=rank)
+        return decoded, True
 
 
 @dataclass

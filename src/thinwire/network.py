@@ -7,6 +7,10 @@ fewest bytes. With M workers and a message of N bytes each,
     gather (all-gather): sends   N (M-1)   bytes in   (M-1) hops
     broadcast:           sends   N         bytes in   (M-1) hops, from worker 0 down the line
 
+Workers that swap messages two by two need no ring, and the others do not matter:
+
+    pair:                sends   N         bytes in      1  hop; nothing without a partner
+
 No torch here, so that the command line can use it without waiting.
 """
 
@@ -20,11 +24,11 @@ from typing import Literal, NamedTuple
 
 from thinwire.errors import ConfigError
 
-Op = Literal["mean", "gather", "broadcast"]
+Op = Literal["mean", "gather", "broadcast", "pair"]
 
 
 class Traffic(NamedTuple):
-    """Bytes that one worker sends and receives in one collective."""
+    """Bytes that one worker sends and receives in one exchange."""
 
     sent: int
     received: int
@@ -34,11 +38,15 @@ def ring_traffic(op: Op, sizes: Sequence[int], rank: int) -> Traffic:
     """Bytes that worker `rank` sends and receives.
 
     Args:
-        op: "mean", "gather" or "broadcast".
-        sizes: message length in bytes of each worker, in rank order (all equal but for "gather").
+        op: "mean", "gather", "broadcast" or "pair".
+        sizes: message length in bytes of each worker, in rank order (all equal but for "gather"); of a "pair", those of its
+            members.
         rank: whose traffic.
     """
     workers = len(sizes)
+    if op == "pair":
+        one_way = sizes[0] if workers > 1 else 0
+        return Traffic(one_way, one_way)
     if op == "mean":
         one_way = 2 * sizes[rank] * (workers - 1) // workers
         return Traffic(one_way, one_way)
@@ -50,7 +58,9 @@ def ring_traffic(op: Op, sizes: Sequence[int], rank: int) -> Traffic:
 
 
 def ring_hops(op: Op, workers: int) -> int:
-    """Sequential messages of a ring collective: each costs one latency."""
+    """Sequential messages of a ring collective, or of a pair: each costs one latency."""
+    if op == "pair":
+        return min(1, workers - 1)
     return (2 if op == "mean" else 1) * (workers - 1)
 
 
@@ -139,22 +149,24 @@ class Network:
             if isinstance(value, tuple) and len(value) != workers:
                 raise ConfigError(f"{name} lists {len(value)} workers, but there are {workers}")
 
-    def seconds(self, op: Op, sizes: Sequence[int]) -> float:
-        """How long a ring collective takes when all workers start together: the slowest worker sets the pace.
+    def seconds(self, op: Op, sizes: Sequence[int], ranks: Sequence[int] | None = None) -> float:
+        """How long an exchange takes when all that take part start together: the slowest of them sets the pace.
 
         Args:
-            op: "mean", "gather" or "broadcast".
-            sizes: message length in bytes of each worker, in rank order.
+            op: "mean", "gather", "broadcast" or "pair".
+            sizes: message length in bytes of each worker that takes part, in rank order.
+            ranks: who takes part, where not everybody does: the members of a pair.
         """
         workers = len(sizes)
         if workers < 2:
             return 0.0
-        up, latency = _of_all(self.bandwidth, workers), _of_all(self.latency, workers)
-        down = up if self.down is None else _of_all(self.down, workers)
+        ranks = range(workers) if ranks is None else ranks
+        up, latency = _of(self.bandwidth, ranks), _of(self.latency, ranks)
+        down = up if self.down is None else _of(self.down, ranks)
         transfer = 0.0
-        for rank in range(workers):
-            sent, received = ring_traffic(op, sizes, rank)
-            transfer = max(transfer, 8 * sent / up[rank], 8 * received / down[rank])
+        for place in range(workers):
+            sent, received = ring_traffic(op, sizes, place)
+            transfer = max(transfer, 8 * sent / up[place], 8 * received / down[place])
         return ring_hops(op, workers) * max(latency) + transfer
 
 
@@ -162,5 +174,5 @@ def _each(value: float | tuple[float, ...]) -> tuple[float, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _of_all(value: float | tuple[float, ...], workers: int) -> tuple[float, ...]:
-    return value if isinstance(value, tuple) else (value,) * workers
+def _of(value: float | tuple[float, ...], ranks: Sequence[int]) -> list[float]:
+    return [value[rank] if isinstance(value, tuple) else value for rank in ranks]

@@ -7,7 +7,7 @@ tensors of a round into one buffer, and a link moves that buffer, whatever is in
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,11 +22,13 @@ class Payload:
             that may only be gathered is uint8.
         purpose: what the message is for: "round", "handshake" or "alarm". It stands in error messages and meters.
         fixed: the message has the same length on all workers, so that no lengths need to be exchanged first.
+        partner: of a message that is swapped in a pair, the rank to swap it with; None for a worker that has no partner.
     """
 
     data: Tensor
     purpose: str = "round"
     fixed: bool = True
+    partner: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse anything but a flat contiguous buffer."""
@@ -45,7 +47,7 @@ class Payload:
 
     def like(self, data: Tensor) -> Payload:
         """The same kind of message with other contents."""
-        return Payload(data, purpose=self.purpose, fixed=self.fixed)
+        return replace(self, data=data)
 
     @staticmethod
     def of_bytes(raw: bytes, *, purpose: str = "round", fixed: bool = False) -> Payload:
@@ -55,7 +57,13 @@ class Payload:
 
     def to_bytes(self) -> bytes:
         """The message as plain bytes."""
-        return self.data.cpu().view(torch.uint8).numpy().tobytes()
+        return self.raw().cpu().numpy().tobytes()
+
+    def raw(self) -> Tensor:
+        """The message as a tensor of bytes, which share its memory."""
+        if not self.data.numel():  # torch does not look at an empty tensor in another dtype
+            return torch.empty(0, dtype=torch.uint8, device=self.data.device)
+        return self.data.view(torch.uint8)
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

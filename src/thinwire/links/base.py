@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from thinwire.errors import LinkError
 from thinwire.network import Op, Traffic, ring_traffic
 from thinwire.payload import Payload
 
@@ -20,7 +21,7 @@ class Ticket(ABC):
     _result: list[Payload] | None = None
 
     def wait(self) -> list[Payload]:
-        """The result, once it is there: one payload per rank for "gather", else a single one.
+        """The result, once it is there: one payload per rank for "gather", those of both members for "pair", else a single one.
 
         Waiting again gives the same result and costs nothing.
         """
@@ -62,12 +63,14 @@ class Link(ABC):
         """Start an exchange and return at once; the wait may come steps later.
 
         Only a message whose length the others do not know (`fixed=False`) may first wait for an exchange of lengths. The
-        link owns the payload's buffer from now on. Gathered payloads are shared: read them, do not write to them.
+        link owns the payload's buffer from now on. Gathered and swapped payloads are shared: read them, do not write to them.
 
         Args:
             payload: this worker's message.
             op: "gather" for everyone's messages in rank order, "mean" for their element-wise mean, "broadcast" for worker 0's
-                (the others post a message of the same length, whose contents do not matter).
+                (the others post a message of the same length, whose contents do not matter). "pair" is no collective: the
+                message goes to `payload.partner`, whose own comes back, and nobody else is waited for. Both members get
+                [the lower rank's, the higher rank's], both of one length; a worker without a partner gets its own.
         """
 
     def all_gather(self, payload: Payload) -> list[Payload]:
@@ -145,5 +148,28 @@ class LinkDecorator(Link):
 
 
 def sizes_of(op: Op, result: Sequence[Payload], workers: int) -> list[int]:
-    """Message lengths in bytes of all workers, as the result of an exchange shows them."""
-    return [p.nbytes for p in result] if op == "gather" else [result[0].nbytes] * workers
+    """Message lengths in bytes of all workers that took part, as the result of an exchange shows them."""
+    return [p.nbytes for p in result] if op in ("gather", "pair") else [result[0].nbytes] * workers
+
+
+def members_of(payload: Payload, op: Op, rank: int, size: int) -> tuple[int, ...]:
+    """The ranks that take part in an exchange with this worker, in order.
+
+    Args:
+        payload: this worker's message.
+        op: what is done with it.
+        rank: this worker.
+        size: how many workers there are.
+
+    Raises:
+        LinkError: for a pair that cannot be, or a message in it whose length the other does not know.
+    """
+    if op != "pair":
+        return tuple(range(size))
+    if not payload.fixed:
+        raise LinkError(f"rank {rank}: a message that is swapped in a pair must have a fixed length, got fixed=False")
+    if payload.partner is None:
+        return (rank,)
+    if payload.partner == rank or not 0 <= payload.partner < size:
+        raise LinkError(f"rank {rank} of {size} workers cannot be paired with rank {payload.partner}")
+    return (min(rank, payload.partner), max(rank, payload.partner))

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import asdict, dataclass, field
 
 from thinwire.errors import RoundAborted
-from thinwire.links.base import Link, LinkDecorator, Ticket, sizes_of
+from thinwire.links.base import Link, LinkDecorator, Ticket, members_of, sizes_of
 from thinwire.network import Op
 from thinwire.payload import Payload
 
@@ -17,7 +17,7 @@ class Exchange:
 
     Attributes:
         purpose: "round", or "handshake" and "alarm" for the small control messages.
-        op: "mean", "gather" or "broadcast".
+        op: "mean", "gather", "broadcast" or "pair".
         payload: length of this worker's message in bytes.
         sent: bytes that left this worker, as the link's topology has it.
         received: bytes that reached it.
@@ -91,13 +91,14 @@ class _MeteredTicket(Ticket):
         self.metered, self.ticket = metered, ticket
         self.op: Op = op
         self.purpose, self.nbytes = payload.purpose, payload.nbytes
+        self.members = members_of(payload, op, metered.rank, metered.size)
 
     def _finish(self) -> list[Payload]:
         started = self.metered.link.now()
         try:
             result = self.ticket.wait()
         except RoundAborted:  # it came to nothing, but it did travel
-            self._book([self.nbytes] * self.metered.size, started)
+            self._book([self.nbytes] * len(self.members), started)
             raise
         self._book(sizes_of(self.op, result, self.metered.size), started)
         return result

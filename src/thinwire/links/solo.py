@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thinwire.links.base import Done, Link, Ticket
+from thinwire.links.base import Done, Link, Ticket, members_of
 from thinwire.network import Op
 from thinwire.payload import Payload
 
@@ -20,6 +20,7 @@ class SoloLink(Link):
         """Always 1."""
         return 1
 
-    def post(self, payload: Payload, op: Op) -> Ticket:  # noqa: ARG002
-        """The mean of one is itself, and so is the list of all."""
+    def post(self, payload: Payload, op: Op) -> Ticket:
+        """The mean of one is itself, and so is the list of all; there is nobody to be paired with."""
+        members_of(payload, op, self.rank, self.size)
         return Done([payload])

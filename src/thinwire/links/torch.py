@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.errors import ConfigError, LinkError
-from thinwire.links.base import Link, Ticket
+from thinwire.links.base import Done, Link, Ticket, members_of
 from thinwire.links.heartbeat import Heartbeat
 from thinwire.links.solo import SoloLink
 from thinwire.network import Op, Traffic, ring_traffic, show_bytes
@@ -53,6 +53,7 @@ class TorchLink(Link):
             raise ConfigError(f"timeout must be above zero seconds, got {timeout!r}")
         self.group, self.timeout = group, timeout
         self.round = 0
+        self._pairs = 0  # swaps so far, those of others too: all workers count them alike
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         # NCCL moves nothing but GPU memory; small control messages are made on the CPU.
         self._device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
@@ -70,10 +71,15 @@ class TorchLink(Link):
         return self._size
 
     def post(self, payload: Payload, op: Op) -> Ticket:
-        """Start the collective; it runs in the backend's own threads."""
+        """Start the exchange; it runs in the backend's own threads."""
         self.check()
+        members = members_of(payload, op, self.rank, self.size)
         if payload.purpose == "round":
             self.round += 1
+        if op == "pair":
+            self._pairs += 1
+            if len(members) == 1:
+                return Done([payload])
         if self._device is not None:
             payload = payload.like(payload.data.to(self._device))  # does nothing to what is there already
         return _TorchTicket(self, payload, op)
@@ -94,7 +100,8 @@ class TorchLink(Link):
     def fail(self, cause: Exception, payload: Payload, op: Op, round: int) -> LinkError:
         """Turn a backend's exception into an error that says who is lost."""
         round_name = f"round {round}" if payload.purpose == "round" else f"the {payload.purpose} after round {round}"
-        what = f"rank {self.rank}, {round_name} ({_CALLED[op]} of {show_bytes(payload.nbytes)})"
+        called = f"swap with rank {payload.partner}" if op == "pair" else _CALLED[op]
+        what = f"rank {self.rank}, {round_name} ({called} of {show_bytes(payload.nbytes)})"
         return self._failed(what, cause, *self._who_is_gone())
 
     def check(self) -> None:
@@ -141,7 +148,7 @@ def _gist(cause: Exception) -> str:
 
 
 class _TorchTicket(Ticket):
-    """A collective under way. Messages of unequal length first exchange their lengths, then travel padded."""
+    """An exchange under way. Messages of unequal length first exchange their lengths, then travel padded."""
 
     def __init__(self, link: TorchLink, payload: Payload, op: Op):
         self.link, self.payload, self.round = link, payload, link.round
@@ -156,8 +163,10 @@ class _TorchTicket(Ticket):
         except RuntimeError as cause:
             raise link.fail(cause, payload, op, self.round) from cause
 
-    def _start(self) -> dist.Work:
+    def _start(self) -> dist.Work | _Both:
         data, group = self.payload.data, self.link.group
+        if self.op == "pair":
+            return self._start_pair(data)
         if self.op == "mean":
             return self._work(dist.all_reduce(data, op=dist.ReduceOp.SUM, group=group, async_op=True))
         if self.op == "broadcast":
@@ -167,6 +176,20 @@ class _TorchTicket(Ticket):
             data = self._pad_to_longest(data)
         self.parts = [torch.empty_like(data) for _ in range(self.link.size)]
         return self._work(dist.all_gather(self.parts, data, group=group, async_op=True))
+
+    def _start_pair(self, data: Tensor) -> _Both:
+        """Send and receive at once. With several under way, the number of the swap keeps their messages apart."""
+        link, partner = self.link, self.payload.partner
+        assert partner is not None
+        peer = dist.get_global_rank(link.group, partner) if link.group else partner
+        self.parts = [data, torch.empty_like(data)]
+        if partner < link.rank:
+            self.parts.reverse()
+        theirs = self.parts[partner > link.rank]
+        # NCCL knows no tags and goes by the order of posting, which is the same on both sides.
+        receive = dist.P2POp(dist.irecv, theirs, peer, link.group, tag=link._pairs)
+        send = dist.P2POp(dist.isend, data, peer, link.group, tag=link._pairs)
+        return _Both(dist.batch_isend_irecv([receive, send]))
 
     def _pad_to_longest(self, data: Tensor) -> Tensor:
         mine = torch.tensor([data.numel()], dtype=torch.int64, device=data.device)
@@ -198,6 +221,17 @@ class _TorchTicket(Ticket):
             return [self.payload]
         lengths = self.lengths or [part.numel() for part in self.parts]
         return [self.payload.like(part[:n]) for part, n in zip(self.parts, lengths, strict=True)]
+
+
+class _Both:
+    """The two halves of a swap, as one thing to wait for."""
+
+    def __init__(self, works: Sequence[dist.Work]):
+        self.works = works
+
+    def wait(self, limit: timedelta) -> None:
+        for work in self.works:
+            work.wait(limit)
 
 
 def connect(*, backend: str | None = None, timeout: float = 600.0) -> Link:

@@ -8,7 +8,8 @@ apart from wall time: a local step adds `step_time` to its worker's clock; an ex
 
     max over workers of the time they posted it  +  hops * latency  +  bytes / bandwidth
 
-and a worker that waits for it has its clock moved there, so computing between `post()` and `wait()` hides the wire.
+and a worker that waits for it has its clock moved there, so computing between `post()` and `wait()` hides the wire. Of a swap
+in pairs, "workers" are the two of a pair: no other worker is waited for, and each pair has a wire of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from thinwire.errors import ConfigError, LinkError, check_whole_number
-from thinwire.links.base import Ticket
+from thinwire.links.base import Ticket, members_of
 from thinwire.links.sim import SimLink
 from thinwire.network import Network, Op
 from thinwire.payload import Payload
@@ -31,13 +32,13 @@ T = TypeVar("T")
 
 @dataclass
 class _Exchange:
-    """One collective: what each worker posted and when, and the result when all have."""
+    """One exchange: what each worker posted and when, and its result and end once all have posted that it needs."""
 
     op: Op
     purpose: str
     posted: dict[int, tuple[Payload, float]] = field(default_factory=dict)
-    result: list[Payload] | None = None
-    end: float = 0.0
+    members: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    results: dict[int, tuple[list[Payload], float]] = field(default_factory=dict)
     collected: int = 0
 
 
@@ -112,8 +113,9 @@ class World:
     # What SimLink asks for.
 
     def post(self, rank: int, payload: Payload, op: Op) -> Ticket:
-        """Take worker `rank`'s message of its next exchange; when all have posted, the result is made."""
+        """Take worker `rank`'s message of its next exchange; when all that take part have posted, the result is made."""
         self._charge_wall_time(rank)
+        members = members_of(payload, op, rank, self.size)
         number = self._posts[rank]
         self._posts[rank] += 1
         exchange = self._exchanges.setdefault(number, _Exchange(op, payload.purpose))
@@ -122,9 +124,16 @@ class World:
                 f"rank {rank}, exchange {number + 1}: posted {op} for {payload.purpose!r} while rank "
                 f"{min(exchange.posted)} posted {exchange.op} for {exchange.purpose!r}"
             )
+        for other, theirs in exchange.members.items() if op == "pair" else ():
+            if theirs != members and (rank in theirs or other in members):
+                raise LinkError(
+                    f"rank {rank}, exchange {number + 1}: {_paired(rank, members)}, but {_paired(other, theirs)}: "
+                    "all workers must pair alike"
+                )
         exchange.posted[rank] = (payload, self.clocks[rank])
-        if len(exchange.posted) == self.size:
-            self._complete(exchange)
+        exchange.members[rank] = members
+        if all(member in exchange.posted for member in members):
+            self._complete(exchange, members)
         return _SimTicket(self, rank, number)
 
     def step_taken(self, rank: int) -> None:
@@ -150,7 +159,7 @@ class World:
         self._posts = [0] * self.size
         self._awaited: list[int | None] = [None] * self.size
         self._exchanges: dict[int, _Exchange] = {}
-        self._wire_free = 0.0
+        self._wire_free = [0.0] * self.size
         self._failure: tuple[int, BaseException] | None = None
         self._since = [0.0] * self.size
         self._baton = Baton(self.size, self._can_go_on, seed=self.seed)
@@ -170,30 +179,30 @@ class World:
 
     def _can_go_on(self, rank: int) -> bool:
         number = self._awaited[rank]
-        return self._failure is not None or number is None or self._exchanges[number].result is not None
+        return self._failure is not None or number is None or rank in self._exchanges[number].results
 
     def _collect(self, rank: int, number: int) -> list[Payload]:
         """Wait for exchange `number`: others run meanwhile."""
         self._charge_wall_time(rank)
         exchange = self._exchanges[number]
-        if exchange.result is None:
+        if rank not in exchange.results:
             self._awaited[rank] = number
             arrived = self._baton.yield_until_ready(rank)
             self._awaited[rank] = None
             self._since[rank] = time.perf_counter()
-            if not arrived or exchange.result is None:
+            if not arrived or rank not in exchange.results:
                 raise self._in_vain(rank, number, exchange)
-        self.clocks[rank] = max(self.clocks[rank], exchange.end)
+        result, end = exchange.results[rank]
+        self.clocks[rank] = max(self.clocks[rank], end)
         exchange.collected += 1
         if exchange.collected == self.size:
             del self._exchanges[number]
-        assert exchange.result is not None
-        if exchange.op == "gather":
-            return exchange.result
-        return [p.like(p.data.clone()) for p in exchange.result]  # each worker may write into its own
+        if exchange.op in ("gather", "pair"):
+            return result
+        return [p.like(p.data.clone()) for p in result]  # each worker may write into its own
 
-    def _complete(self, exchange: _Exchange) -> None:
-        payloads = [exchange.posted[r][0] for r in range(self.size)]
+    def _complete(self, exchange: _Exchange, members: tuple[int, ...]) -> None:
+        payloads = [exchange.posted[r][0] for r in members]
         sizes = [p.nbytes for p in payloads]
         one_length = exchange.op != "gather" or any(p.fixed for p in payloads)
         if one_length and len({(p.nbytes, p.data.dtype) for p in payloads}) > 1:
@@ -206,12 +215,14 @@ class World:
             payloads = [payloads[0].like(total.div_(self.size))]
         elif exchange.op == "broadcast":
             payloads = payloads[:1]
-        started = max(self._wire_free, *(at for _, at in exchange.posted.values()))
-        exchange.end = self._wire_free = started + self.network.seconds(exchange.op, sizes)
-        exchange.result = payloads
+        started = max(max(self._wire_free[r], exchange.posted[r][1]) for r in members)
+        end = started + self.network.seconds(exchange.op, sizes, members)
+        for r in members:
+            self._wire_free[r] = end
+            exchange.results[r] = (payloads, end)
 
     def _in_vain(self, rank: int, number: int, exchange: _Exchange) -> LinkError:
-        missing = [r for r in range(self.size) if r not in exchange.posted]
+        missing = [r for r in exchange.members[rank] if r not in exchange.posted]
         if self._failure is not None:
             culprit, error = self._failure
             return LinkError(f"rank {rank}, exchange {number + 1}: rank {culprit} failed: {error!r}", lost=[culprit])
@@ -231,6 +242,11 @@ class _SimTicket(Ticket):
 
     def _finish(self) -> list[Payload]:
         return self._world._collect(self._rank, self._number)
+
+
+def _paired(rank: int, members: tuple[int, ...]) -> str:
+    partner = next((r for r in members if r != rank), None)
+    return f"rank {rank} has no partner" if partner is None else f"rank {rank} has rank {partner} for its partner"
 
 
 def _per_worker(step_time: float | Sequence[float] | None, size: int) -> list[float] | None:

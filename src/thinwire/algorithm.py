@@ -34,7 +34,7 @@ from thinwire.errors import (
     check_choice,
     check_whole_number,
 )
-from thinwire.exchange import PendingShare, average, message_nbytes, post_share
+from thinwire.exchange import PendingAverage, PendingShare, average, message_nbytes, post_average, post_share, swap
 from thinwire.links.base import Link
 from thinwire.links.shards import Shards, local, reshard
 from thinwire.payload import all_finite, describe
@@ -42,8 +42,9 @@ from thinwire.schedules import Schedule, as_schedule
 
 log = logging.getLogger("thinwire")
 
-# What a state slot begins as: zeros like the parameter, a copy of it, zeros in the domain of the codec's transform, one zero.
-Start = Literal["zeros", "param", "coded", "count"]
+# What a state slot begins as: zeros like the parameter, a copy of it, zeros in the domain of the codec's transform, one zero,
+# or what a function makes of the parameter (None: it has no such slot).
+Start = Literal["zeros", "param", "coded", "count"] | Callable[[Tensor], Tensor | None]
 
 _COUNTERS = ("thinwire_step", "thinwire_round", "thinwire_synced")
 
@@ -82,6 +83,7 @@ class Algorithm(Optimizer):
         codec: what is sent.
         slots: name -> "zeros", "param", "coded" or "count": state kept per parameter, made at once, in float32 or wider. A
             "coded" one has the shape that the codec's chain keeps for it (`Chain.slot_shapes`), a "count" is a single number.
+            A function makes a slot of a shape of its own, such as low-rank moments; None for parameters without it.
         settings: what must agree on all workers besides; shown by `repr`.
         on_abort: see `Policy`.
         on_nonfinite: see `Policy`.
@@ -95,6 +97,7 @@ class Algorithm(Optimizer):
     replicated: frozenset[str] = frozenset()
     synced: frozenset[str] = frozenset()
     sends_fragments: ClassVar[bool] = False
+    in_pairs: ClassVar[bool] = False  # a round is between two workers: one pair may refuse it while the others take it
 
     # GradScaler then always calls step() and leaves the unscaling to us. Without it, the one worker that found an Inf would
     # skip step() and with it the collective that all others are waiting in.
@@ -162,18 +165,47 @@ class Algorithm(Optimizer):
         want_sent: bool = False,
         mean: Mean | None = None,
         weight: float | None = None,
+        codec: Codec | None = None,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The network line: mean over all workers of what each one's message decodes to, and what I sent."""
-        return average(
+        return self.post_average(tensors, want_sent=want_sent, mean=mean, weight=weight, codec=codec).wait()
+
+    def post_average(
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        want_sent: bool = False,
+        mean: Mean | None = None,
+        weight: float | None = None,
+        codec: Codec | None = None,
+        round: int | None = None,
+    ) -> PendingAverage:
+        """The network line of methods that compute meanwhile: `average` begun and not waited for.
+
+        The codec and the round are the optimizer's own unless given.
+        """
+        return post_average(
             self.link,
-            self.codec,
+            codec or self.codec,
             tensors,
-            round=self.rounds,
+            round=self.rounds if round is None else round,
             want_sent=want_sent,
             withdraw=self._withdrawn,
             any_shard=self.shards.any,
             mean=mean,
             weight=weight,
+        )
+
+    def swap(self, tensors: Sequence[Tensor], partner: int | None) -> tuple[list[Tensor], list[Tensor]]:
+        """The network line of methods `in_pairs`: what my message decodes to, and what my partner's does."""
+        return swap(
+            self.link,
+            self.codec,
+            tensors,
+            partner,
+            round=self.rounds,
+            withdraw=self._withdrawn,
+            any_shard=self.shards.any,
         )
 
     def post_share(
@@ -210,7 +242,12 @@ class Algorithm(Optimizer):
     def commit(self) -> None:
         """The commit line: below it, and only below it, shared state may change."""
         self.link.commit()
-        self._set_counter("thinwire_synced", self.steps)
+        if self.whole_round():
+            self._set_counter("thinwire_synced", self.steps)
+
+    def whole_round(self) -> bool:
+        """Whether this round brings in all local progress; not where only some of the states or fragments are due."""
+        return len(self.due) == self.schedule.fragments
 
     def message(self) -> list[Tensor]:
         """Tensors shaped like those that one full round averages; by default one value per parameter."""
@@ -325,6 +362,18 @@ class Algorithm(Optimizer):
     def check_total(self, steps: int) -> None:
         """Raise a `ConfigError` for a number of steps at which the workers cannot stop together."""
 
+    def newcomer_takes(self, key: str) -> bool:  # noqa: ARG002
+        """Whether a worker that joins may copy this of any other's own state ("param", a slot, "inner.exp_avg", ...).
+
+        No for most: what is not replicated is each worker's own. Yes where workers average it from time to time.
+        """
+        return False
+
+    def take_over(self, before: Algorithm) -> None:
+        """Go on counting where another optimizer of the same model stopped, as after a warm start."""
+        for name in _COUNTERS:
+            self._set_counter(name, before.param_groups[0][name])
+
     def restart_clock(self) -> None:
         """Told after an evaluation or a checkpoint: what has passed since the last step was not training."""
 
@@ -365,12 +414,14 @@ class Algorithm(Optimizer):
         except RoundAborted as refusal:
             self.refuse(refusal)
         else:
-            if self.rounds % self.buffers_every == 0:
+            if self.rounds % self.buffers_every == 0 and not self.in_pairs:  # those who refused would not take part
                 self.average_buffers()
             if self.alarm_every and self.rounds % self.alarm_every == 0:
                 self._check_replicas()
         finally:
             self._withdrawn = False
+            if self.in_pairs:  # also of a refused round: all workers must agree on whether `finish()` has something to do
+                self._set_counter("thinwire_synced", self.steps)
 
     def average_buffers(self) -> None:
         """Give all workers the mean of the buffers; a worker whose own are not finite is named and everybody keeps theirs."""
@@ -409,7 +460,8 @@ class Algorithm(Optimizer):
     def fingerprint(self) -> dict[str, object]:
         """All that must agree on every worker, down to the values of replicated state; of this process's shards."""
         groups = [
-            {k: _plain(v) for k, v in g.items() if k not in ("params", *_COUNTERS)} | {"tensors": len(g["params"])}
+            {k: _plain(v) for k, v in g.items() if k not in ("params", *_COUNTERS) and not k.startswith("_")}
+            | {"tensors": len(g["params"])}
             for g in self.param_groups
         ]
         policy = {
@@ -539,7 +591,10 @@ class Algorithm(Optimizer):
             state = self.state[p]
             wide = torch.promote_types(p.dtype, torch.float32)  # a decay of 0.999 would be lost in bf16
             for name, start in self._slots.items():
-                if start == "count" and self.wants(name, group):
+                if callable(start):
+                    if (made := start(p.detach())) is not None:
+                        state[name] = made
+                elif start == "count" and self.wants(name, group):
                     state[name] = torch.tensor(0.0)
                 elif start != "coded" and self.wants(name, group):
                     state[name] = p.detach().to(wide, copy=True) if start == "param" else torch.zeros_like(p, dtype=wide)

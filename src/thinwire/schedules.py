@@ -140,6 +140,32 @@ class Union:
         return tuple(sorted({p for s in self.schedules for p in s.due(step)}))
 
 
+@dataclass(frozen=True)
+class Periods:
+    """Several states, each due by a schedule of its own; a state's number is its place here.
+
+    Args:
+        schedules: one per state, all without fragments; a plain number means `Every(number)`.
+    """
+
+    schedules: tuple[Schedule, ...]
+
+    def __post_init__(self) -> None:
+        """Check the schedules."""
+        object.__setattr__(self, "schedules", tuple(as_schedule(s) for s in self.schedules))
+        if not self.schedules or any(s.fragments > 1 for s in self.schedules):
+            raise ConfigError(f"periods need one schedule without fragments for each state, got {self.schedules!r}")
+
+    @property
+    def fragments(self) -> int:
+        """How many states there are."""
+        return len(self.schedules)
+
+    def due(self, step: int) -> tuple[int, ...]:
+        """The numbers of the states that are due."""
+        return tuple(i for i, s in enumerate(self.schedules) if s.due(step))
+
+
 def as_schedule(H: int | Schedule) -> Schedule:
     """A plain number means `Every(number)`."""
     return H if isinstance(H, Schedule) and not isinstance(H, type) else Every(H)  # type: ignore[arg-type]

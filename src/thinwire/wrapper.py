@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ class Wrapper(Algorithm):
         pace: "equal" steps on all workers, or as many as each one's measured "speed" allows; see `thinwire.pace`.
         policy: see `Policy`.
     """
+
+    usual_inner: ClassVar[str] = "adamw"  # of runs that name no inner optimizer
 
     def __init__(
         self,
@@ -127,6 +129,7 @@ class Wrapper(Algorithm):
     def local_step(self) -> None:
         """One step of the inner optimizer; skipped when this worker's gradient is not finite."""
         if self.gradients_finite():
+            self.prepare_gradients()
             self.inner.step()
             if self.pace is not None:
                 self.pace.worked()
@@ -136,6 +139,9 @@ class Wrapper(Algorithm):
             self.pace.skipped()
         # To raise here would leave the others waiting for this worker: all raise together in the next round.
         self._withdrawn = self.on_nonfinite == "raise"
+
+    def prepare_gradients(self) -> None:
+        """What a method does to finite gradients before the inner optimizer sees them; nothing for most."""
 
     def restore(self) -> None:
         """Back to the last agreed parameters, with whatever is not finite in the inner optimizer's state set to zero."""
@@ -155,7 +161,12 @@ class Wrapper(Algorithm):
         found: dict[str, list[Tensor]] = {}
         for p in self._active:
             for key, value in self.inner.state.get(p, {}).items():
-                if isinstance(value, Tensor) and value.is_floating_point() and value.shape == p.shape and key != "step":
+                if (
+                    isinstance(value, Tensor)
+                    and value.is_floating_point()
+                    and value.shape == p.shape
+                    and not key.startswith("step")
+                ):
                     found.setdefault(key, []).append(local(value))
         return found
 
@@ -168,7 +179,7 @@ class Wrapper(Algorithm):
         for p in self._active:
             if not self.inner.state.get(p):
                 made = _placeholders(self.inner, p)
-                odd = [k for k, v in made.items() if isinstance(v, Tensor) and v.shape != p.shape and k != "step"]
+                odd = [k for k, v in made.items() if isinstance(v, Tensor) and v.shape != p.shape and not k.startswith("step")]
                 if odd:
                     raise ConfigError(f"{type(self.inner).__name__} keeps {odd[0]!r}, which does not begin at zero")
                 self.inner.state[p] = made
@@ -210,6 +221,22 @@ class Wrapper(Algorithm):
         self.param_groups = self.inner.param_groups  # loading has replaced the list
         self._load_slots(state)
         self._greeted = False  # all workers must have loaded the same step
+
+
+def inner_keys(inner: Optimizer) -> list[str]:
+    """Names of the states that an optimizer keeps in its parameters' shape, sorted; known before its first step too."""
+    if not isinstance(inner, Optimizer):
+        raise ConfigError(f"the inner optimizer must be a torch.optim.Optimizer, got {type(inner).__name__}")
+    found = set()
+    for p in (p for group in inner.param_groups for p in group["params"] if p.requires_grad):
+        entries = inner.state.get(p) or _placeholders(inner, p)
+        found |= {k for k, v in entries.items() if _is_moment(k, v, p)}
+    return sorted(found, key=lambda key: (len(key), key))  # exp_avg_2 before exp_avg_10
+
+
+def _is_moment(key: str, value: object, p: Tensor) -> bool:
+    """Whether an inner optimizer's state has its parameter's shape, and is not a count of steps of a 0-d one."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.shape == p.shape and not key.startswith("step")
 
 
 def _placeholders(inner: Optimizer, p: Tensor) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def test_the_outer_step_is_torchs_sgd_on_the_mean_difference(nesterov: bool) -> 
 def test_local_adam_averages_the_moments() -> None:
     def worker(link: Link) -> tuple:
         model = model_of()
-        opt = build("local-sgd", model.parameters(), link, H=4, average_inner=True)
+        opt = build("local-adam", model.parameters(), link, H=4)
         train(model, opt, link.rank, 3)
         before = {k: [t.clone() for t in v] for k, v in opt.inner_state().items()}
         train(model, opt, link.rank, 1, first=4)
@@ -119,10 +119,8 @@ def test_local_adam_averages_moments_that_a_worker_has_not_made_yet(bad_rank: in
 
 
 def test_local_adam_refuses_an_inner_state_that_does_not_begin_at_zero() -> None:
-    model = model_of()
-    opt = build("local-adam", model.parameters(), SoloLink(), H=1, inner=lambda p: torch.optim.NAdam(p))
     with pytest.raises(ConfigError, match="NAdam keeps 'mu_product', which does not begin at zero"):
-        train(model, opt, 0, 1)
+        build("local-adam", model_of().parameters(), SoloLink(), H=1, inner=lambda p: torch.optim.NAdam(p))
 
 
 def test_local_sgd_refuses_a_wire_that_would_round_the_weights() -> None:

@@ -53,7 +53,7 @@ def test_the_same_world_resumes_bit_for_bit_mid_interval(name: str, tmp_path: Pa
         assert (result.step, result.extra, result.notes) == (STOP, {"sent": 100.0 + rank}, [])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [n for n in NAMES if ALGORITHMS[n].replicated])
 @pytest.mark.parametrize("size", [1, 4])
 def test_another_number_of_workers_takes_over_what_is_shared(name: str, size: int, tmp_path: Path, pool: Pool) -> None:
     pool.run(_save_then_train_on, 2, name, tmp_path)
@@ -65,12 +65,27 @@ def test_another_number_of_workers_takes_over_what_is_shared(name: str, size: in
         assert all(bool(torch.isfinite(p).all()) for p in params)
         if name == "data-parallel":
             assert resumed.notes == [], "everything is shared: nothing was lost"
-        elif not issubclass(ALGORITHMS[name], Wrapper):
+        elif "param" in ALGORITHMS[name].replicated:
             assert "each worker's own: momentum" in resumed.notes[0]
         else:
             assert pending == 0
-            assert "agreed on last" in resumed.notes[0]
-            assert "the inner optimizer's state" in resumed.notes[1]
+            here = build(name, model_of().parameters(), SoloLink())
+            told = "of the first, and from its averaged states" if here.newcomer_takes("param") else "agreed on last"
+            assert told in resumed.notes[0]
+            if isinstance(here, Wrapper) and not here.newcomer_takes("inner"):
+                assert "the inner optimizer's state" in resumed.notes[1]
+
+
+def _refused(link: Link, name: str, folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        _load_and_train_on(link, name, folder)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if not ALGORITHMS[n].replicated])
+def test_without_shared_state_the_number_of_workers_must_be_the_same(name: str, tmp_path: Path, pool: Pool) -> None:
+    pool.run(_save_then_train_on, 2, name, tmp_path)
+    assert "needs the 2 workers that wrote it: no shared parameters" in pool.run(_refused, 1, name, tmp_path)[0]
 
 
 def test_replicated_state_is_written_once_and_per_worker_state_under_its_worker(tmp_path: Path, pool: Pool) -> None:

@@ -128,7 +128,7 @@ def test_the_help_of_train_shows_the_settings_of_the_chosen_algorithm(capsys: py
     assert "--outer-momentum" in diloco
     assert "0.7 in the paper" in diloco, "the docstring's words are the help"
     _, local, _ = call(capsys, "train", "--algorithm", "local-sgd", "--help")
-    assert "--average-inner" in local
+    assert "--H" in local
     assert "--outer-momentum" not in local
 
 

@@ -4,6 +4,7 @@ from thinwire.codecs.aggregate import Mean
 from thinwire.codecs.base import Codec
 from thinwire.codecs.chain import Chain, Encoded
 from thinwire.codecs.dense import WIRE_DTYPES, Dense
+from thinwire.codecs.parts import Parts
 from thinwire.codecs.received import Received
 from thinwire.codecs.selection import All, RandomK, Striding, TopK
 from thinwire.codecs.text import parse_codec
@@ -24,6 +25,7 @@ __all__ = [
     "Identity",
     "Int8",
     "Mean",
+    "Parts",
     "RandomK",
     "RandomOrthogonal",
     "Received",

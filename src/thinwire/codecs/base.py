@@ -27,6 +27,15 @@ class Codec(ABC):
     def linear(self) -> bool:
         """Whether messages may be averaged while encoded."""
 
+    @property
+    def sparse(self) -> bool:
+        """Whether some values are left out of a message."""
+        return False
+
+    def holds(self, dtype: torch.dtype) -> bool:  # noqa: ARG002
+        """Whether every value of this dtype arrives as it was sent."""
+        return False
+
     @abstractmethod
     def encode(self, tensors: Sequence[Tensor], *, round: int = 0, spare: int = 0) -> Payload:
         """All tensors in one message.

@@ -201,6 +201,11 @@ class Chain(Codec):
         """Whether messages may be averaged on the wire: all workers send the same entries, as plain floats."""
         return not self.selection.indexed and isinstance(self.values, Float)
 
+    @property
+    def sparse(self) -> bool:
+        """Whether a selection leaves values out."""
+        return not isinstance(self.selection, All)
+
     def plan(self, like: Sequence[Tensor]) -> Plan:
         """Where everything is in a message of such tensors."""
         return _plan(self, tuple(tuple(t.shape) for t in like))

@@ -51,6 +51,10 @@ class Dense(Codec):
         assert isinstance(self.dtype, torch.dtype)
         return self.dtype
 
+    def holds(self, dtype: torch.dtype) -> bool:
+        """Where the wire is at least as wide."""
+        return torch.promote_types(dtype, self.wire_dtype) == self.wire_dtype
+
     def encode(self, tensors: Sequence[Tensor], *, round: int = 0, spare: int = 0) -> Payload:  # noqa: ARG002
         """Cast and lay out one after the other; as bytes where they will be gathered."""
         flat = pack(tensors, self.wire_dtype, spare)

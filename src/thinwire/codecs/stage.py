@@ -50,6 +50,11 @@ class Stage(Codec):
         """See `Chain`."""
         return self.chain.linear
 
+    @property
+    def sparse(self) -> bool:
+        """See `Chain`."""
+        return self.chain.sparse
+
     def encode(self, tensors: Sequence[Tensor], *, round: int = 0, spare: int = 0) -> Payload:
         """See `Chain`."""
         return self.chain.encode(tensors, round=round, spare=spare)

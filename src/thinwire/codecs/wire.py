@@ -55,7 +55,7 @@ def fingerprint(codec: Codec, like: Sequence[Tensor]) -> int:
 
 def seal(body: Payload, envelope: Envelope, *, fingerprint: int, round: int) -> Payload:
     """Put a body into its envelope."""
-    raw = body.data.view(torch.uint8)
+    raw = body.raw()
     told = (MAGIC, VERSION, _WITHDRAWN * envelope.withdrawn, 0, fingerprint, round, envelope.rank, envelope.weight, raw.numel())
     checksum = zlib.crc32(raw.cpu().numpy().data, zlib.crc32(_HEADER.pack(*told, 0, 0)))
     header = torch.frombuffer(bytearray(_HEADER.pack(*told, 0, checksum)), dtype=torch.uint8)

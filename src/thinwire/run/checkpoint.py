@@ -147,13 +147,15 @@ def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link, *, grou
     names = _parameter_names(model, optimizer)
     parameters = dict(model.named_parameters())
     # Another world takes what it can from the first worker: buffers such as BatchNorm's statistics, and the meter.
-    wanted = ("replicated/", f"worker{link.rank}/") if same_world else ("replicated/", "worker0/buffer/", "worker0/extra/")
+    wanted = ("replicated/", f"worker{link.rank}/") if same_world else ("replicated/", "worker0/")
     coded = _coded_names(optimizer)
     state: dict[str, Any] = {}
     plain: dict[str, str] = {}  # key in the checkpoint -> without worker and shard
     elsewhere: set[str] = set()  # coded slots of a worker that was sharded in another way
     for key, kind in stored.items():
         if not key.startswith(wanted) or not isinstance(kind, TensorStorageMetadata):
+            continue
+        if not same_world and not _taken_from_first(key, optimizer):
             continue
         name, slot, written = _coded_slot(key, coded)
         if slot and written != coded[slot]:
@@ -180,6 +182,13 @@ def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link, *, grou
         torch.set_rng_state(parts[f"rng/{_number(group)}"])
     extra = {k.removeprefix("extra/"): float(v) for k, v in parts.items() if k.startswith("extra/")}
     return Resumed(step=description["step"], extra=extra, notes=notes)
+
+
+def _taken_from_first(key: str, optimizer: Algorithm) -> bool:
+    """Whether a worker of another world takes this over: what is replicated, and of the first worker what a newcomer may."""
+    owner, section, *_ = key.split("/")
+    kind = key.rpartition("/")[2] if section == "state" else section
+    return owner == "replicated" or section in ("buffer", "extra") or optimizer.newcomer_takes(kind)
 
 
 # --- Layout --------------------------------------------------------------------------------------------------------------
@@ -289,7 +298,9 @@ def _fill_for_another_world(
 ) -> list[str]:
     """Complete what replicated state alone does not hold; says what was re-initialised."""
     notes = []
-    if "param" not in optimizer.replicated:
+    if optimizer.newcomer_takes("param"):
+        notes.append("all workers start from the parameters of the first, and from its averaged states")
+    elif "param" not in optimizer.replicated:
         if "anchor" not in optimizer.replicated:
             raise CheckpointError(f"{type(optimizer).__name__} needs the {workers} workers that wrote it: no shared parameters")
         for name, p in parameters.items():
@@ -303,7 +314,7 @@ def _fill_for_another_world(
             if not key.startswith("inner") and f"state/{name}/{key}" not in parts:
                 parts[f"state/{name}/{key}"] = torch.zeros_like(value)
                 lost.add(key)
-    if "inner" not in optimizer.replicated and hasattr(optimizer, "inner"):
+    if not optimizer.newcomer_takes("inner") and "inner" not in optimizer.replicated and hasattr(optimizer, "inner"):
         lost.add("the inner optimizer's state")
     if any(key.startswith("buffer/") for key in parts):
         notes.append("buffers such as BatchNorm's statistics are those of the first worker")

@@ -29,6 +29,7 @@ usage: thinwire COMMAND [options]
                 would it take at 100 Mbit/s and 20 ms?
   algorithms    List the methods, with what each sends and keeps.
   tasks         List the models and data that are built in.
+  beta          Propose the decay of a slow momentum for a period: thinwire beta 32 --steps 2000
 
 examples
   thinwire train --algorithm diloco --task gpt-nano --workers 4 --steps 300 --H 32
@@ -72,6 +73,7 @@ def _dispatch(arguments: list[str]) -> int:
         "sim": _sim,
         "algorithms": _algorithms,
         "tasks": _tasks,
+        "beta": _beta,
     }
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
@@ -382,6 +384,26 @@ def _tasks(arguments: list[str]) -> int:
         "of sequences from a worker's own part of the files (0 to 1), for images the alpha of a Dirichlet split by label,\n"
         "for the quadratic the distance from each worker's optimum to the common one."
     )
+    return 0
+
+
+def _beta(arguments: list[str]) -> int:
+    """Propose the beta of a slow momentum and say why."""
+    import tyro
+
+    from thinwire.optim.propose import propose_beta
+
+    def flags(K: int, /, *, steps: int | None = None, retention: float = 0.9) -> str:
+        """Propose the decay (beta) of the slow momentum of mt-dao, so that what workers agreed on outlives a period.
+
+        Args:
+            K: steps between two averages of the momentum.
+            steps: length of the run; a momentum must be faster than that.
+            retention: how much of the agreed momentum shall be left after K steps.
+        """
+        return propose_beta(K, retention=retention, steps=steps).explanation
+
+    print(tyro.cli(flags, prog="thinwire beta", args=arguments))
     return 0
 
 

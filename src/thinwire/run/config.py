@@ -19,10 +19,13 @@ import tyro
 import thinwire
 from thinwire.errors import ConfigError, check_not_negative, check_whole_number
 
-# Names of the command line that stand for an algorithm with some of its settings fixed; "wire" is what it sends by default.
+# Names of the command line that stand for an algorithm with some of its settings fixed; "wire" is what it sends by default, and
+# "inner" its inner optimizer.
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("data-parallel", {}),
-    "local-adam": ("local-sgd", {"average_inner": True}),
+    "local-adam": ("mt-dao", {"inner": "adamw"}),
+    "des-loc": ("mt-dao", {"inner": "adamw", "H": 256, "K_u": 768, "K_v": 1536}),
+    "local-adam-nesterov": ("mt-dao", {"inner": "adamw", "outer_momentum": 0.7}),
     "demo-v1": (
         "demo",
         {"phi": "sign", "whiten": False, "inflow": "lr", "alpha": 1.0, "wire": "DCT(64) >> TopK(32)"},
@@ -37,7 +40,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-Inner = Literal["adamw", "adam", "sgd", "momentum"]
+Inner = Literal["adamw", "adam", "sgd", "momentum", "muon", "qhadam", "qhadopt", "qhm", "qhmuon", "low-rank"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -63,8 +66,27 @@ class RunConfig:
     """Steps over which the learning rate rises to its peak."""
     lr_final: float = 0.1
     """Where the cosine decay of the learning rate ends, as a part of the peak; 1 keeps it constant."""
-    inner: Inner = "adamw"
-    """Inner optimizer, where there is one: adamw (betas 0.9, 0.95), adam, sgd, or momentum (SGD, Nesterov momentum 0.9)."""
+    inner: Inner | None = None
+    """Inner optimizer, where there is one: adamw (betas 0.9, 0.95), adam, sgd, momentum (SGD, Nesterov momentum 0.9), muon (of
+    matrices, adamw of the rest), with slow momenta qhadam, qhadopt, qhm, qhmuon, or low-rank (LoRDO's on one worker). By
+    default adamw, and qhadam for mt-dao."""
+    betas: tuple[float, ...] | None = None
+    """Of the momenta of qhadam and its kin; by default one that suits the period, see `thinwire beta`."""
+    omegas: tuple[float, ...] | None = None
+    """Weights of those momenta, by default 0.95 for one; what is missing to 1 is the weight of the raw gradient."""
+    lives: float = 0.0
+    """Let those momenta grow slow with the run: at step t a half-life is at most t / lives; 0 has them slow from the start."""
+    beta2: float | None = None
+    """Of the second moment; by default 0.95, of qhadopt 0.9999."""
+    qh_warmup: int | None = None
+    """Steps that qhadam and its kin take as their plain cousins (beta 0.9, omega 1) before they switch to betas and omegas; by
+    default those of the warm start."""
+    qh_lr_scale: float = 1.0
+    """Multiplies the learning rate after that switch."""
+    warm_start: int = 0
+    """So many first steps are synchronous (gradients averaged, inner optimizer as chosen); then the method takes over."""
+    warm_lr: float | None = None
+    """Peak learning rate during the warm start; by default lr."""
     clip_norm: float = 1.0
     """Scale gradients down to this norm: each worker its own, or the mean where gradients are averaged; 0 never."""
     weight_decay: float = 0.01
@@ -94,20 +116,27 @@ class RunConfig:
                 check_whole_number(name, getattr(self, name))
         if not 0 < self.lr < math.inf:
             raise ConfigError(f"lr must be above zero, got {self.lr!r}")
+        if self.warm_lr is not None and not 0 < self.warm_lr < math.inf:
+            raise ConfigError(f"warm-lr must be above zero, got {self.warm_lr!r}")
+        if self.warm_start >= self.steps:
+            raise ConfigError(
+                f"warm-start must be below steps={self.steps}, so that the method has its turn, got {self.warm_start}"
+            )
         if not 0 <= self.lr_final <= 1:
             raise ConfigError(f"lr-final must be from 0 to 1, got {self.lr_final!r}")
-        for name in ("lr_warmup", "eval_every", "seed"):
-            if getattr(self, name) < 0:
+        for name in ("lr_warmup", "eval_every", "seed", "warm_start", "qh_warmup"):
+            if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name.replace('_', '-')} must be at least 0, got {getattr(self, name)!r}")
-        for name in ("weight_decay", "clip_norm"):
+        for name in ("weight_decay", "clip_norm", "lives"):
             check_not_negative(name.replace("_", "-"), getattr(self, name))
 
     def lr_at(self, step: int) -> float:
         """Learning rate of step `step` (from 1): linear warm-up, then a cosine to `lr_final`. A pure function of the step."""
+        peak = self.warm_lr if self.warm_lr is not None and step <= self.warm_start else self.lr
         if step <= self.lr_warmup:
-            return self.lr * step / self.lr_warmup
+            return peak * step / self.lr_warmup
         progress = min(1.0, (step - self.lr_warmup) / max(1, self.steps - self.lr_warmup))
-        return self.lr * (self.lr_final + (1 - self.lr_final) * 0.5 * (1 + math.cos(math.pi * progress)))
+        return peak * (self.lr_final + (1 - self.lr_final) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def resolve_algorithm(name: str, known: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -192,7 +221,8 @@ def read_run_toml(path: Path) -> RunConfig:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
         known = {f.name for f in fields(RunConfig)}
         tables["run"].setdefault("clip_norm", 0.0)  # of a run from before there was such a setting
-        return replace(RunConfig(**{k: v for k, v in tables["run"].items() if k in known}), settings=tables["settings"])
+        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in tables["run"].items() if k in known}
+        return replace(RunConfig(**given), settings=tables["settings"])
     except (OSError, KeyError, TypeError, tomllib.TOMLDecodeError) as cause:
         raise ConfigError(f"{path} is not a run.toml of thinwire: {cause}") from cause
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, field, make_dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -54,7 +54,7 @@ def _flag_type(kind: Any) -> Any:
     """What the command line takes for a setting: a plain type, or None where it cannot be typed in."""
     if kind in (int, float, bool, str) or get_origin(kind) in (Literal, tuple):
         return kind
-    options = [k for k in get_args(kind) if k not in (Schedule,)]
+    options = [k for k in get_args(kind) if k is not Schedule and get_origin(k) is not Sequence]
     plain = [k for k in options if k in (int, float, bool, str, type(None)) or get_origin(k) is Literal]
     if not plain or len(plain) != len(options):
         return None

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from thinwire.agreement import handshake, running_statistics
 from thinwire.algorithm import Algorithm
-from thinwire.algorithms import found
+from thinwire.algorithms import DataParallel, found
 from thinwire.codecs import parse_codec
 from thinwire.errors import CheckpointError, ConfigError, NonFiniteRound
 from thinwire.links import Link, Metered, SoloLink, TorchLink
@@ -24,18 +24,12 @@ from thinwire.links.ddp import MeteredDDP
 from thinwire.payload import Payload
 from thinwire.run import checkpoint
 from thinwire.run.config import RunConfig, resolve_algorithm
+from thinwire.run.inner import inner_of
 from thinwire.tasks import make_task
 from thinwire.tasks.task import Task
 from thinwire.wrapper import Wrapper
 
 T = TypeVar("T")
-
-INNER: dict[str, Callable[[Any, RunConfig], Optimizer]] = {
-    "adamw": lambda p, c: torch.optim.AdamW(p, lr=c.lr, betas=(0.9, 0.95), weight_decay=c.weight_decay),
-    "adam": lambda p, c: torch.optim.Adam(p, lr=c.lr),
-    "sgd": lambda p, c: torch.optim.SGD(p, lr=c.lr),
-    "momentum": lambda p, c: torch.optim.SGD(p, lr=c.lr, momentum=0.9, nesterov=True),
-}
 
 
 @dataclass(frozen=True)
@@ -110,7 +104,9 @@ class Trainer:
             self.ddp = MeteredDDP(self.model, self.link)
             self.ddp.rehearse(lambda model: self.task.loss(model, self.task.batch(self.link.rank, 1)))
         own = replace(config, clip_norm=0.0) if self.ddp else config  # gradients are averaged before the optimizer sees them
-        self.optimizer = optimizer_of(own, self.model, SoloLink() if self.ddp else self.link)
+        wire = SoloLink() if self.ddp else self.link
+        self.warm = config.warm_start > 0 and not self.ddp
+        self.optimizer = warm_optimizer_of(own, self.model, wire) if self.warm else optimizer_of(own, self.model, wire)
         if part[1] > 1 and (rows := len(self.task.batch(0, 1)[0])) % part[1]:
             raise ConfigError(f"a batch of {rows} does not divide among {part[1]} shards: choose another --batch or --shards")
         self.optimizer.check_total(config.steps)
@@ -133,6 +129,8 @@ class Trainer:
         while self.step < config.steps:
             loss = self._one_step(self.step + 1)
             last = self.step >= config.steps
+            if self.warm and self.step == config.warm_start:
+                self._end_warm_start()
             if last:
                 self.optimizer.finish()
             # Workers of different pace are at the same step only where a round has just ended.
@@ -169,6 +167,14 @@ class Trainer:
         self.step = self.optimizer.steps
         return loss.detach()
 
+    def _end_warm_start(self) -> None:
+        """The method takes over from synchronous steps: its inner optimizer goes on where it is."""
+        before, self.warm = self.optimizer, False
+        assert isinstance(before, Wrapper)
+        self.optimizer = optimizer_of(self.config, self.model, self.link, inner=before.inner)
+        self.optimizer.take_over(before)
+        self.optimizer.check_total(self.config.steps)
+
     def _refuse(self, culprits: list[int]) -> None:
         """What the finite gate does for every other method: DDP has averaged a NaN, so nobody takes this step."""
         names = ", ".join(f"rank {r}" for r in culprits)
@@ -202,6 +208,8 @@ class Trainer:
         notes = []
         while True:  # a damaged one is passed over for the one before it
             path = saved.pop()
+            if self.warm and checkpoint.step_of(path) >= self.config.warm_start:
+                self._end_warm_start()
             try:
                 resumed = checkpoint.load(path, self.model, self.optimizer, self.link)
                 break
@@ -250,11 +258,31 @@ def task_of(config: RunConfig, workers: int) -> Task:
     )
 
 
-def optimizer_of(config: RunConfig, model: nn.Module, link: Link) -> Algorithm:
-    """The config's algorithm around its inner optimizer."""
+def warm_optimizer_of(config: RunConfig, model: nn.Module, link: Link) -> Algorithm:
+    """Averaged gradients around the inner optimizer that the config's algorithm will have; AdamW where it has none."""
+    inner = _inner_for(config, model) or inner_of("adamw", model, config, K=1)
+    return DataParallel(inner, link, clip_norm=config.clip_norm, buffers=running_statistics(model))
+
+
+def _inner_for(config: RunConfig, model: nn.Module) -> Optimizer | None:
+    """A new inner optimizer for the config's algorithm, None where it has none."""
+    name, fixed = resolve_algorithm(config.algorithm, found())
+    cls = found()[name]
+    if not issubclass(cls, Wrapper):
+        return None
+    settings = {**fixed, **config.settings}
+    H = inspect.signature(cls.__init__).parameters.get("H")
+    return inner_of(
+        config.inner or settings.get("inner", cls.usual_inner), model, config, K=settings.get("H", H.default if H else 32)
+    )
+
+
+def optimizer_of(config: RunConfig, model: nn.Module, link: Link, *, inner: Optimizer | None = None) -> Algorithm:
+    """The config's algorithm around its inner optimizer, or around one that has been at work before."""
     algorithms = found()
     name, fixed = resolve_algorithm(config.algorithm, algorithms)
     cls, settings = algorithms[name], {**fixed, **config.settings}
+    settings.pop("inner", None)
     prescribed = settings.pop("wire", None)
     if wire := config.wire or prescribed:
         settings["codec"] = parse_codec(wire)
@@ -264,7 +292,7 @@ def optimizer_of(config: RunConfig, model: nn.Module, link: Link) -> Algorithm:
     if clips_itself(cls):
         settings["clip_norm"] = config.clip_norm
     if issubclass(cls, Wrapper):
-        return make(INNER[config.inner](model.parameters(), config), link, **settings)
+        return make(inner or _inner_for(config, model), link, **settings)
     known = inspect.signature(cls.__init__).parameters
     own = {"lr": config.lr, "weight_decay": config.weight_decay}
     return make(model.parameters(), link, **{k: v for k, v in own.items() if k in known}, **settings)

@@ -1,0 +1,7 @@
+"""Ordinary torch optimizers with momenta at several time scales: the inner optimizers of MT-DAO, and its honest baselines."""
+
+from thinwire.optim.low_rank_adam import LowRankAdam
+from thinwire.optim.propose import BetaProposal, propose_beta
+from thinwire.optim.quasi_hyperbolic import QHADOPT, QHM, QHAdam, QHMuon, QuasiHyperbolic
+
+__all__ = ["QHADOPT", "QHM", "BetaProposal", "LowRankAdam", "QHAdam", "QHMuon", "QuasiHyperbolic", "propose_beta"]

@@ -1,0 +1,119 @@
+"""LowRankAdam: Adam with moments of low rank and a full-rank term, on one worker; the honest baseline of LoRDO.
+
+The step is that of `thinwire.low_rank`. Every H steps the projector is taken from what the parameters have done since the last
+time. Around it, `DataParallel` is low-rank data parallelism: gradients are averaged at every step, so that Q, the moments and E
+are the same on all workers. One worker of LoRDO is this optimizer, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from thinwire import low_rank
+from thinwire.errors import check_whole_number
+from thinwire.links.mesh import shard_of
+
+
+class LowRankAdam(Optimizer):
+    """Adam with moments in a subspace of rank r that is chosen anew every H steps.
+
+    Example:
+        >>> import torch, thinwire
+        >>> model = torch.nn.Linear(8, 8)
+        >>> inner = thinwire.optim.LowRankAdam(model.parameters(), lr=8e-3, rank=2)
+        >>> opt = thinwire.DataParallel(inner, thinwire.connect())
+
+    Args:
+        params: parameters or groups; lr, rank, omega, betas, eps and weight_decay may differ per group.
+        lr: the step size.
+        rank: r, a whole number, or below 1 a part of a matrix's shorter side; see `thinwire.LoRDO`.
+        H: steps between two projectors.
+        omega: weight of the momentum; the rest is the raw gradient's.
+        betas: decay of the two moments.
+        eps: added to the root of the second.
+        weight_decay: decoupled, times lr.
+        qh: the raw gradient enters "outside" of the projection, or "inside".
+        feedback: keep what the projection leaves out of a gradient, and add it to the next.
+        rotate: turn the moments into the basis of a new projector.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        rank: int | float = 0.25,
+        H: int = 32,
+        omega: float = 0.97,
+        betas: tuple[float, float] = (0.999, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        qh: low_rank.QH = "outside",
+        feedback: bool = True,
+        rotate: bool = True,
+    ):
+        """Check the settings; state is made at the first step, as in torch's own."""
+        low_rank.check_settings(qh=qh)
+        check_whole_number("H", H)
+        self.qh: low_rank.QH = qh
+        self.H, self.feedback, self.rotate = H, feedback, rotate
+        group = {"lr": lr, "rank": rank, "omega": omega, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, group)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as in any torch optimizer."""
+        super().add_param_group(param_group)
+        try:
+            group = self.param_groups[-1]
+            low_rank.check_group(group, settings=("H", "qh", "feedback", "rotate"), sharded=shard_of(group["params"])[1] > 1)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one step, and a new projector where one is due."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.requires_grad]
+            for p in params:
+                if not self.state[p]:
+                    self._make_state(p, group)
+                self.state[p]["step"] += 1
+            low_rank.step(params, self.state, [group] * len(params), qh=self.qh)
+            self._refresh([p for p in params if int(self.state[p]["step"]) % self.H == 0], group)
+        return loss
+
+    def _make_state(self, p: Tensor, group: Mapping[str, Any]) -> None:
+        made = {name: make(p.detach()) for name, make in low_rank.slots(lambda: group["rank"], feedback=self.feedback).items()}
+        self.state[p].update({name: t for name, t in made.items() if t is not None})
+        # Of all parameters, though those without a projector need none: so one worker of LoRDO is the same bits.
+        self.state[p]["anchor"] = p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+        self.state[p]["step"] = torch.tensor(0.0)
+
+    def _refresh(self, params: list[Tensor], group: Mapping[str, Any]) -> None:
+        anchors = [self.state[p]["anchor"] for p in params]
+        D = [p.detach() - a for p, a in zip(params, anchors, strict=True)]
+        for p, a, d in zip(params, anchors, D, strict=True):
+            p.copy_(a.add_(d))  # rounded as in LoRDO's rounds
+        low_rank.refresh(params, self.state, [group] * len(params), D, turn=self.rotate)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As in torch, but the state keeps its width: torch casts it to the parameters' dtype."""
+        super().load_state_dict(dict(state_dict))
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for key, p in zip(keys, params, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                if name != "step":
+                    self.state[p][name] = value.detach().to(p.device, copy=True)
+        for group in self.param_groups:  # a JSON or a checkpoint reader may have made a list of them
+            group["betas"] = tuple(group["betas"])

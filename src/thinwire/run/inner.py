@@ -1,0 +1,78 @@
+"""The inner optimizers of runs, by their names on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from thinwire.errors import ConfigError
+from thinwire.optim import QHADOPT, QHM, LowRankAdam, QHAdam, QHMuon, propose_beta
+from thinwire.run.config import RunConfig
+
+
+def inner_of(name: str, model: nn.Module, config: RunConfig, *, K: int) -> Optimizer:
+    """The inner optimizer that a run names.
+
+    Args:
+        name: of `RunConfig.inner`.
+        model: whose parameters it trains.
+        config: of the run, for its settings.
+        K: steps between two averages, for which a slow momentum is chosen.
+    """
+    if name in _SLOW:
+        return _SLOW[name](model.parameters(), **_slow_settings(name, config, K))
+    if name == "low-rank":
+        beta, omega = (config.betas or (0.9,))[0], (config.omegas or (0.97,))[0]
+        settings: dict[str, Any] = {"H": K, "betas": (beta, _beta2(config)), "omega": omega}
+        return LowRankAdam(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, **settings)
+    for setting in ("betas", "omegas"):
+        if getattr(config, setting) is not None:
+            raise ConfigError(f"{setting} is a setting of {', '.join(_SLOW)}, and the inner optimizer is {name}")
+    if name == "muon":
+        return _muon(model, config)
+    return _PLAIN[name](model.parameters(), config)
+
+
+def _adamw(params: Any, config: RunConfig) -> Optimizer:
+    return torch.optim.AdamW(params, lr=config.lr, betas=(0.9, _beta2(config)), weight_decay=config.weight_decay)
+
+
+_PLAIN: dict[str, Callable[[Any, RunConfig], Optimizer]] = {
+    "adamw": _adamw,
+    "adam": lambda p, c: torch.optim.Adam(p, lr=c.lr, betas=(0.9, 0.999 if c.beta2 is None else c.beta2)),
+    "sgd": lambda p, c: torch.optim.SGD(p, lr=c.lr),
+    "momentum": lambda p, c: torch.optim.SGD(p, lr=c.lr, momentum=0.9, nesterov=True),
+}
+
+_SLOW: dict[str, Callable[..., Optimizer]] = {"qhadam": QHAdam, "qhadopt": QHADOPT, "qhm": QHM, "qhmuon": QHMuon}
+
+
+def _slow_settings(name: str, config: RunConfig, K: int) -> dict[str, Any]:
+    warmup = config.warm_start if config.qh_warmup is None else config.qh_warmup
+    betas = config.betas or (propose_beta(K, steps=max(1, config.steps - warmup)).beta,)
+    omegas = config.omegas or ((0.95,) if len(betas) == 1 else None)
+    if omegas is None:
+        raise ConfigError(f"omegas must be given with betas={betas}: one weight for each momentum")
+    settings = {"lr": config.lr, "betas": betas, "omegas": omegas, "weight_decay": config.weight_decay}
+    settings |= {"lives": config.lives, "warmup": warmup, "lr_scale": config.qh_lr_scale}
+    if name != "qhm":
+        settings["beta2"] = _beta2(config) if name != "qhadopt" or config.beta2 is not None else 0.9999
+    return settings
+
+
+def _beta2(config: RunConfig) -> float:
+    return 0.95 if config.beta2 is None else config.beta2
+
+
+def _muon(model: nn.Module, config: RunConfig) -> Optimizer:
+    """Muon as in MuLoCo: of matrices but the embedding, AdamW of the rest; our own, since torch's takes matrices only."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    matrices = [p for p in model.parameters() if p.dim() >= 2 and id(p) not in embeddings]
+    rest = [p for p in model.parameters() if p.dim() < 2 or id(p) in embeddings]
+    groups = [{"params": matrices}, {"params": rest, "matrices": False}]
+    settings: dict[str, Any] = {"lr": config.lr, "betas": 0.9, "omegas": 1.0, "beta2": _beta2(config)}
+    return QHMuon([g for g in groups if g["params"]], weight_decay=config.weight_decay, **settings)

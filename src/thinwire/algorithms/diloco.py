@@ -15,7 +15,7 @@ per worker, and there is one round every H steps. Memory: two slots beside the i
 from __future__ import annotations
 
 import math
-from typing import Unpack
+from typing import Literal, Unpack
 
 import torch
 from torch.optim import Optimizer
@@ -23,7 +23,9 @@ from torch.optim import Optimizer
 from thinwire.algorithm import Policy, Start
 from thinwire.codecs import Codec
 from thinwire.errors import ConfigError
+from thinwire.exchange import message_nbytes
 from thinwire.links.base import Link
+from thinwire.merge import Merge, Rule
 from thinwire.schedules import Schedule
 from thinwire.wrapper import Wrapper
 
@@ -44,6 +46,9 @@ class DiLoCo(Wrapper):
         outer_lr: eta; 0.7 in the paper, 0.4 to 0.8 best for 1 to 8 workers at fixed total batch.
         outer_momentum: mu; 0.9 in the paper, best 0 for H below about 10.
         nesterov: Nesterov's form as in the paper, or plain heavy-ball momentum.
+        merge: "mean" of the differences, or "rda", which keeps their length; see `thinwire.merge`.
+        pace: "equal" steps on all workers; "speed" lets a slower worker take fewer of the H steps of a round, by measured
+            speed, and weighs its difference by the steps it took.
         codec: what is sent of the differences; dense float32 by default.
         policy: see `thinwire.algorithm.Policy`.
     """
@@ -61,6 +66,8 @@ class DiLoCo(Wrapper):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         nesterov: bool = True,
+        merge: Rule = "mean",
+        pace: Literal["equal", "speed"] = "equal",
         codec: Codec | None = None,
         **policy: Unpack[Policy],
     ):
@@ -69,16 +76,20 @@ class DiLoCo(Wrapper):
             raise ConfigError(f"outer_lr must be above zero and finite, got {outer_lr!r}")
         if not 0 <= outer_momentum < 1:
             raise ConfigError(f"outer_momentum must be in [0, 1), got {outer_momentum!r}")
+        self.merge = Merge(merge)
         settings = {"H": H, "outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": nesterov}
+        settings |= {"merge": merge, "pace": pace}
         slots: dict[str, Start] = {"anchor": "param", "momentum": "zeros"}
-        super().__init__(inner, link, H=H, codec=codec, slots=slots, settings=settings, **policy)
+        super().__init__(inner, link, H=H, codec=codec, slots=slots, settings=settings, pace=pace, **policy)
         self.outer_lr, self.outer_momentum, self.nesterov = outer_lr, outer_momentum, nesterov
 
     def update(self) -> None:
         """One round: the outer step."""
         x, a, m = self.params(), self.slot("anchor"), self.slot("momentum")
-        D, _ = self.average([a_ - x_ for a_, x_ in zip(a, x, strict=True)])  # D <- mean_i (a - x_i)
+        D = self.merge.outgoing([a_ - x_ for a_, x_ in zip(a, x, strict=True)], self.shards)  # D_i <- a - x_i
+        mean, _ = self.average(D, codec=self.merge.codec(self.codec, len(x)), weight=self.work())
         self.commit()
+        D = self.merge.merged(mean, self.shards)  # D <- mean_i D_i
         mu, eta = self.outer_momentum, self.outer_lr
         torch._foreach_mul_(m, mu)
         torch._foreach_add_(m, D)  # m <- mu m + D
@@ -86,3 +97,8 @@ class DiLoCo(Wrapper):
         torch._foreach_add_(a, step, alpha=-eta)  # a <- a - eta (D + mu m)
         for x_, a_ in zip(x, a, strict=True):
             x_.copy_(a_)
+
+    def message_nbytes(self) -> int:
+        """Length in bytes of one worker's message of one full round: the formula of the method's docs, as code."""
+        codec, weighted = self.merge.codec(self.codec, len(self.params())), self.pace is not None
+        return message_nbytes(self.link, codec, self.merge.message(self.params()), weighted=weighted)

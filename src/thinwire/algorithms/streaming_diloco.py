@@ -1,0 +1,144 @@
+"""StreamingDiLoCo: DiLoCo in fragments, each of which travels while the next steps are computed.
+
+Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch", arXiv 2501.18512,
+algorithm 2. The parameters are dealt to P fragments; each is due every H steps, the fragments spread evenly over those:
+
+    every step, every worker i:              x_i <- InnerOpt(x_i, g_i)                its state never leaves the worker
+    if fragment p is due at step t:          D_i <- a - x_i                           of p's parameters; sent, not waited for
+    after step t + tau:                      D   <- mean_i D_i
+                                             m   <- mu m + D
+                                             a   <- a - eta (D + mu m)                "eta m" without Nesterov's form
+                                             x_i <- alpha x_i + (1 - alpha) a         the tau steps since t count by alpha
+
+The next D_i is taken from a, the pure outer value, not from the mixture. With P = 1, tau = 0 and alpha = 0 it is DiLoCo.
+
+H steps send what one round of DiLoCo does, and with M workers b M bytes more for each fragment beyond the first (b bytes per
+value). The largest message is that of the largest fragment. Memory: a third slot beside DiLoCo's two where tau > 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Unpack
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from thinwire.algorithm import Policy, Start, overwrite
+from thinwire.codecs import Codec
+from thinwire.errors import ConfigError
+from thinwire.exchange import PendingAverage, message_nbytes
+from thinwire.links.base import Link
+from thinwire.merge import Merge, Rule
+from thinwire.payload import all_finite
+from thinwire.streaming import Layout, Streaming
+from thinwire.wrapper import Wrapper
+
+
+class StreamingDiLoCo(Streaming, Wrapper):
+    """H local steps of any optimizer; every fragment takes an outer Nesterov step in its turn, tau steps after it was sent.
+
+    Example:
+        >>> import torch, thinwire
+        >>> model = torch.nn.Linear(4, 2)
+        >>> inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> opt = thinwire.StreamingDiLoCo(inner, thinwire.connect(), H=32, fragments=4, tau=1)
+
+    Args:
+        inner: any torch optimizer (AdamW in the paper); its state stays on the worker.
+        link: this worker's end of the wire.
+        H: local steps between two rounds of one fragment; 30 and 100 in the paper.
+        fragments: how many there are, at most H, or the parameters of each; see `thinwire.streaming.block_fragments`.
+        layout: of a number of fragments: "balanced" packs tensors by size, "strided" deals them out in turn, "sequential" cuts
+            their list into runs.
+        tau: steps between sending and applying, below H; 1 in the paper's main runs, up to 5 advised.
+        alpha: how much of the local values stays when a fragment is applied; 0.5 as in the paper where tau > 0, else 0.
+        outer_lr: eta; 0.4 in the paper.
+        outer_momentum: mu.
+        nesterov: Nesterov's form as in the paper, or plain heavy-ball momentum.
+        merge: "mean" of the differences, or "rda", which keeps their length; see `thinwire.merge`.
+        codec: what is sent of the differences; dense float32 by default, `Fp4()` in the paper.
+        policy: see `thinwire.algorithm.Policy`.
+    """
+
+    name = "streaming-diloco"
+    replicated = frozenset({"anchor", "momentum"})
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        link: Link,
+        *,
+        H: int = 32,
+        fragments: int | Sequence[Sequence[Parameter]] = 4,
+        layout: Layout = "balanced",
+        tau: int = 1,
+        alpha: float | None = None,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        nesterov: bool = True,
+        merge: Rule = "mean",
+        codec: Codec | None = None,
+        **policy: Unpack[Policy],
+    ):
+        """Wrap `inner`."""
+        if not 0 < outer_lr < math.inf:
+            raise ConfigError(f"outer_lr must be above zero and finite, got {outer_lr!r}")
+        if not 0 <= outer_momentum < 1:
+            raise ConfigError(f"outer_momentum must be in [0, 1), got {outer_momentum!r}")
+        self.alpha = (0.5 if tau else 0.0) if alpha is None else alpha
+        if not 0 <= self.alpha < 1:
+            raise ConfigError(f"alpha must be in [0, 1), since workers with alpha=1 would never meet, got {alpha!r}")
+        self.outer_lr, self.outer_momentum, self.nesterov, self.merge = outer_lr, outer_momentum, nesterov, Merge(merge)
+        settings = {"H": H, "tau": tau, "alpha": self.alpha, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
+        settings |= {"nesterov": nesterov, "merge": merge}
+        slots: dict[str, Start] = {"anchor": "param", "momentum": "zeros"}
+        if tau:
+            slots["outgoing"] = "zeros"
+        base = {"codec": codec, "slots": slots, "settings": settings, **policy}
+        super().__init__(inner, link, H=H, fragments=fragments, layout=layout, tau=tau, **base)
+
+    def send(self, which: list[int], *, round: int, again: bool) -> PendingAverage:
+        """Put the differences of some parameters on their way."""
+        x, a = self._part("param", which), self._part("anchor", which)
+        D = self._part("outgoing", which) if again else [a_ - x_ for a_, x_ in zip(a, x, strict=True)]  # D_i <- a - x_i
+        if self.tau and not again:  # a NaN makes the message that is sent again withdraw as this one does
+            overwrite(self._part("outgoing", which), [d.fill_(math.nan) for d in D] if self._withdrawn else D)
+        return self.post_average(self.merge.outgoing(D, self.shards), codec=self.merge.codec(self.codec, len(D)), round=round)
+
+    def update(self) -> None:
+        """One round: the outer step of the fragments that have arrived."""
+        assert self.arrived.pending is not None
+        mean, _ = self.arrived.pending.wait()
+        self.commit()
+        x, a, m = (self._part(name, self.which(self.due)) for name in ("param", "anchor", "momentum"))
+        D = self.merge.merged(mean, self.shards)
+        mu, eta = self.outer_momentum, self.outer_lr
+        torch._foreach_mul_(m, mu)
+        torch._foreach_add_(m, D)  # m <- mu m + D
+        step = torch._foreach_add(D, m, alpha=mu) if self.nesterov else m
+        torch._foreach_add_(a, step, alpha=-eta)  # a <- a - eta (D + mu m)
+        alpha = 0.0 if self.arrived.last else self.alpha
+        overwrite(x, [a_.lerp(x_.to(a_.dtype), alpha) for a_, x_ in zip(a, x, strict=True)] if alpha else a)
+
+    def whole_round(self) -> bool:
+        """Whether all workers are equal after this round."""
+        return super().whole_round() or (self.alpha == 0 and len(self.due) == self.schedule.fragments)
+
+    def restore(self) -> None:
+        """The fragments of a refused round go back to their anchor; everything does where this worker's numbers are bad."""
+        if self.shards.any(not all_finite(self.params())):
+            super().restore()
+        else:
+            which = self.which(self.due)
+            overwrite(self._part("param", which), self._part("anchor", which))
+
+    def _part(self, name: str, which: list[int]) -> list[Tensor]:
+        everything = self.params() if name == "param" else self.slot(name)
+        return [everything[i] for i in which]
+
+    def _nbytes(self, tensors: list[Tensor]) -> int:
+        return message_nbytes(self.link, self.merge.codec(self.codec, len(tensors)), self.merge.message(tensors))

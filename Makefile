@@ -29,6 +29,7 @@ docs: $(VENV)/.dev ## Build the docs into site/; fails on a broken link or an un
 
 bench: $(VENV)/.dev ## Speed, bytes and memory as ratios against peers in the same run; a million hostile messages (about 20 minutes).
 	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.optimizers
 	$(BIN)/python -m benchmarks.wire
 	$(BIN)/python -m benchmarks.fuzz
 

@@ -1,6 +1,6 @@
 """What is compared in the evidence for decoupled momentum: arms, their learning rates, seeds. One entry is one training run.
 
-Every arm is tuned on seed 0 over as many points as any other with as many settings; the two best points are then run on two
+Every arm is tuned on seed 0 over as many points as any other with as many settings; the best point or two are then run on two
 more seeds, and the one with the least mean loss counts. Arms that are there for reference have seed 0 only. All runs have 4
 workers in the simulator, whose results are those of real processes bit for bit where messages are gathered.
 """
@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+from thinwire.run.config import RunConfig
 
 STEPS = {"gpt-nano": 384, "cnn-fashion": 400}
 BATCH = {"gpt-nano": 4, "cnn-fashion": 32}
 SEEDS = (0, 1, 2)
+FINALISTS = {"gpt-nano": 2, "cnn-fashion": 1}
 H = 8
 
 
@@ -28,10 +31,12 @@ class Arm:
         algorithm: of `thinwire train`.
         wire: of `thinwire train`; None for the method's own.
         settings: of the algorithm, the same at all points.
-        grid: lists of values by setting ("lr" and the algorithm's own); their product is searched.
+        run: of the run, likewise: inner optimizer, betas, warm start and so on.
+        grid: lists of values by setting ("lr", the run's and the algorithm's own); their product is searched.
         steps: of a run, if not the task's.
         batch: of one worker, if not the task's.
-        seeds: the two best points are run on all of these; with one seed the best is taken as it is.
+        seeds: the best points are run on all of these; with one seed the best is taken as it is.
+        finalists: how many points that are.
     """
 
     name: str
@@ -41,6 +46,8 @@ class Arm:
     settings: dict[str, Any] = field(default_factory=dict)
     grid: dict[str, list[Any]] = field(default_factory=dict)
     seeds: tuple[int, ...] = SEEDS
+    run: dict[str, Any] = field(default_factory=dict)
+    finalists: int = 2
     steps: int | None = None
     batch: int | None = None
 
@@ -63,6 +70,7 @@ class Run:
     seed: int
     steps: int
     batch: int
+    run: dict[str, Any] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -70,21 +78,25 @@ class Run:
         flags = {"algorithm": self.algorithm, "task": self.task, "workers": 4, "steps": self.steps, "batch": self.batch}
         flags |= {"seed": self.seed, "lr": self.lr, "eval-every": 0, "weight-decay": 0.01}
         flags |= {"wire": f'"{self.wire}"'} if self.wire else {}
-        flags |= {name.replace("_", "-"): value for name, value in self.settings.items()}
+        flags |= {name.replace("_", "-"): value for name, value in {**self.run, **self.settings}.items()}
         return "thinwire sim " + " ".join(_flag(name, value) for name, value in flags.items())
 
 
 def _flag(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
+    if isinstance(value, tuple):
+        return f"--{name} {' '.join(map(str, value))}"
     return f"--{name} {value}"
 
 
 def run_of(arm: Arm, point: dict[str, Any], seed: int) -> Run:
     """One run of an arm."""
-    settings = {**arm.settings, **{k: v for k, v in point.items() if k != "lr"}}
+    known = {f.name for f in fields(RunConfig)}
+    settings = {**arm.settings, **{k: v for k, v in point.items() if k not in known}}
+    run = {**arm.run, **{k: v for k, v in point.items() if k in known and k != "lr"}}
     steps, batch = arm.steps or STEPS[arm.task], arm.batch or BATCH[arm.task]
-    return Run(arm.name, arm.task, arm.algorithm, arm.wire, point["lr"], settings, seed, steps, batch)
+    return Run(arm.name, arm.task, arm.algorithm, arm.wire, point["lr"], settings, seed, steps, batch, run)
 
 
 LRS = {"gpt-nano": [1e-3, 1.4e-3, 2e-3, 2.8e-3], "cnn-fashion": [4e-3, 8e-3, 1.6e-2, 3.2e-2]}  # of DeMo
@@ -93,21 +105,21 @@ ADAMW_LRS = {"gpt-nano": [2e-3, 2.8e-3, 4e-3, 5.6e-3], "cnn-fashion": [8e-3, 1.6
 
 
 def _adamw(task: str) -> Arm:
-    return Arm("AdamW-DDP", task, "data-parallel", grid={"lr": ADAMW_LRS[task]})
+    return Arm("AdamW-DDP", task, "data-parallel", grid={"lr": ADAMW_LRS[task]}, finalists=FINALISTS[task])
 
 
 def _demo(name: str, task: str, wire: str, seeds: tuple[int, ...] = SEEDS, **settings: Any) -> Arm:
-    return Arm(name, task, "demo", wire, settings, {"lr": LRS[task]}, seeds)
+    return Arm(name, task, "demo", wire, settings, {"lr": LRS[task]}, seeds, finalists=FINALISTS[task])
 
 
 def _diloco(task: str) -> Arm:
     grid = {"lr": INNER_LRS[task], "outer_lr": [0.7, 1.0], "outer_momentum": [0.0, 0.5] if task == "gpt-nano" else [0.5]}
-    return Arm(f"DiLoCo H={H}", task, "diloco", None, {"H": H}, grid)
+    return Arm(f"DiLoCo H={H}", task, "diloco", None, {"H": H}, grid, finalists=FINALISTS[task])
 
 
 def _decoupled(name: str, task: str, wire: str, *, betas: Sequence[float] = (0.9, 0.95)) -> Arm:
     grid = {"lr": INNER_LRS[task], "outer_lr": [0.7, 1.0], "beta": list(betas)}
-    return Arm(name, task, "decoupled-diloco", wire, {"H": H}, grid)
+    return Arm(name, task, "decoupled-diloco", wire, {"H": H}, grid, finalists=FINALISTS[task])
 
 
 GPT = [
@@ -219,4 +231,107 @@ ORDERINGS = [
     _ordering("random orthogonal", 'RandomOrthogonal(64) >> TopK(8) >> Float("bf16")'),
 ]
 
-PARTS = {"gpt": GPT, "cnn": CNN, "frontier": FRONTIER, "reference": REFERENCE, "orderings": ORDERINGS}
+# Several clocks: short batches and more rounds than above, so that a slow momentum has something to remember. Everything is
+# averaged every 32 steps unless a name says otherwise, and all second moments have beta2 = 0.99.
+CLOCKED: dict[str, Any] = {"steps": 768, "batch": 2, "finalists": 1}
+LONGER: dict[str, Any] = {**CLOCKED, "steps": 1024}
+K = {"H": 32}
+SCRATCH: dict[str, Any] = {"beta2": 0.99}  # cosine to 10%
+WARM: dict[str, Any] = {"beta2": 0.99, "warm_start": 256, "warm_lr": 2e-3, "lr_final": 1.0}  # as the authors: then constant
+SLOW: dict[str, Any] = {"inner": "qhadam", "betas": (0.98,), "omegas": (0.9,), "lives": 8.0}
+SLOWER: dict[str, Any] = {"inner": "qhadam", "betas": (0.99,), "omegas": (0.95,), "lives": 4.0}
+ADAMW: dict[str, Any] = {"inner": "adamw"}
+
+
+def _clocks(run: dict[str, Any], slow: dict[str, Any], lrs: list[float], length: dict[str, Any]) -> list[Arm]:
+    """The methods with several clocks and their baselines, each tuned over the same number of points."""
+    grid = {"lr": lrs}
+    plain, desloc = {**run, **ADAMW}, {**K, "K_u": 96, "K_v": 192}
+    also = SEEDS if run is WARM else SEEDS[:1]  # of the reference arms
+    outer = {"lr": lrs[1:2], "outer_lr": [0.7], "outer_momentum": [0.3, 0.5, 0.8]}
+    return [
+        Arm("AdamW-DDP", "gpt-nano", "data-parallel", None, {}, grid, run=plain, **length),
+        Arm("Local Adam", "gpt-nano", "mt-dao", None, K, grid, run=plain, **length),
+        Arm("MT-DAO", "gpt-nano", "mt-dao", None, K, grid, run={**run, **slow}, **length),
+        Arm("QHAdam-DDP", "gpt-nano", "data-parallel", None, {}, grid, also, run={**run, **slow}, **length),
+        Arm("DES-LOC (32, 96, 192)", "gpt-nano", "mt-dao", None, desloc, grid, also, run=plain, **length),
+        Arm("DiLoCo", "gpt-nano", "diloco", None, K, outer, run=plain, **length),
+    ]
+
+
+CLOCKS = _clocks(SCRATCH, SLOW, [1.4e-3, 2e-3, 2.8e-3], CLOCKED)
+WARM_CLOCKS = _clocks(WARM, SLOWER, [1e-3, 1.4e-3, 2e-3], LONGER)
+
+
+def _wire(name: str, wire: str, seeds: tuple[int, ...] = (0,), **periods: int) -> Arm:
+    """MT-DAO after a warm start with compressed averages, at the learning rate that was best for dense ones."""
+    run = {**WARM, **SLOWER}
+    return Arm(f"MT-DAO {name}", "gpt-nano", "mt-dao", wire, {**K, **periods}, {"lr": [1.4e-3]}, seeds, run=run, **LONGER)
+
+
+WIRES = [
+    _wire("fp4, K_v=192", "fp4", SEEDS, K_v=192),
+    _wire("bf16", "bf16"),
+    _wire("int8", "int8"),
+    _wire("1-bit k=512, K_v=192", "DCT(64) >> TopK(512) >> Sign()", K_v=192),
+    _wire("1-bit k=128, K_v=384", "DCT(64) >> TopK(128) >> Sign()", K_v=384),
+]
+
+LOW_RANK: dict[str, Any] = {"beta2": 0.99}
+LORDO = [
+    Arm(
+        "low-rank Adam, DDP",
+        "gpt-nano",
+        "data-parallel",
+        None,
+        {},
+        {"lr": [1e-3, 2e-3, 4e-3]},
+        run={**LOW_RANK, "inner": "low-rank", "betas": (0.95,), "omegas": (0.97,)},
+        **CLOCKED,
+    ),
+    Arm(
+        "LoRDO",
+        "gpt-nano",
+        "lordo",
+        None,
+        {**K, "betas": (0.95, 0.99), "omega": 0.97, "rank": 0.25},
+        {"lr": [1e-3, 2e-3, 4e-3]},
+        run=LOW_RANK,
+        **CLOCKED,
+    ),
+]
+
+BEST_OUTER = {"lr": [2e-3], "outer_lr": [0.7], "outer_momentum": [0.5]}
+STREAMING = [
+    Arm(
+        f"Streaming DiLoCo {name}",
+        "gpt-nano",
+        "streaming-diloco",
+        wire,
+        {**K, "fragments": 4, "tau": tau},
+        BEST_OUTER,
+        (0,),
+        run={**SCRATCH, **ADAMW},
+        **CLOCKED,
+    )
+    for name, tau, wire in [
+        ("tau=0", 0, None),
+        ("tau=1", 1, None),
+        ("tau=2", 2, None),
+        ("tau=5", 5, None),
+        ("tau=1 fp4", 1, "fp4"),
+    ]
+]
+
+PARTS = {
+    "gpt": GPT,
+    "cnn": CNN,
+    "frontier": FRONTIER,
+    "reference": REFERENCE,
+    "orderings": ORDERINGS,
+    "clocks": CLOCKS,
+    "warm-clocks": WARM_CLOCKS,
+    "wires": WIRES,
+    "lordo": LORDO,
+    "streaming": STREAMING,
+}

@@ -47,6 +47,7 @@ def measure(run: Run) -> dict[str, Any]:
         wire=run.wire,
         eval_every=0,
         settings=run.settings,
+        **run.run,
     )
     task, started = task_of(config, 4), time.time()
 
@@ -74,14 +75,14 @@ def recorded() -> dict[str, dict[str, Any]]:
 
 
 def finalists(arm: Arm, rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The two points of the grid with the least loss on seed 0 (of the CNN one); none while some are missing."""
+    """The points of the grid with the least loss on seed 0; none while some are missing."""
     points = list(arm.candidates())
     found = [rows.get(run_of(arm, point, SEEDS[0]).key) for point in points]
     if any(row is None for row in found):
         return []
     losses = [row["loss"] if row and math.isfinite(row["loss"]) else math.inf for row in found]
     order = sorted(range(len(points)), key=lambda i: losses[i])
-    return [points[i] for i in order[: 2 if arm.task == "gpt-nano" and len(arm.seeds) > 1 else 1]]
+    return [points[i] for i in order[: arm.finalists if len(arm.seeds) > 1 else 1]]
 
 
 def best_point(arm: Arm, rows: dict[str, dict[str, Any]]) -> dict[str, Any] | None:

@@ -41,18 +41,18 @@ def mean_of(runs: list[dict[str, Any]], figure: str) -> float:
 
 
 def table(part: str) -> str:
-    """A part's arms as a Markdown table, against AdamW-DDP on the same task."""
+    """A part's arms as a Markdown table, against AdamW-DDP on the same task in runs of the same length."""
     rows, lines = recorded(), []
     arms = [(arm, runs) for arm in PARTS[part] if (runs := rows_of(arm, rows))]
-    dense = [arm for some in PARTS.values() for arm in some if arm.algorithm == "data-parallel"]
-    base = {arm.task: runs for arm in dense if (runs := rows_of(arm, rows))}
+    dense = [arm for some in (*PARTS.values(), PARTS[part]) for arm in some if arm.name == "AdamW-DDP"]  # the part's own last
+    base = {(arm.task, arm.steps): runs for arm in dense if (runs := rows_of(arm, rows))}
     images = any("accuracy" in runs[0] for _, runs in arms)
     head = "| arm | best settings | loss, mean (spread) | against AdamW-DDP |"
     lines += [head + (" accuracy, points against DDP |" if images else "") + " fewer bytes | drift | seeds |"]
     lines += ["|---|---|---:|---:|" + ("---:|" if images else "") + "---:|---:|---:|"]
     for arm, runs in arms:
         loss, spread = mean_of(runs, "loss"), max(r["loss"] for r in runs) - min(r["loss"] for r in runs)
-        against, behind, accuracy = None if arm.steps else base.get(arm.task), "", ""  # runs of one length are compared
+        against, behind, accuracy = base.get((arm.task, arm.steps)), "", ""
         if against:
             behind = f"{100 * (loss / mean_of(against[: len(runs)], 'loss') - 1):+.1f}%"
         if images:

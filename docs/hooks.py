@@ -23,7 +23,15 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.pages import Page
 
-PACKAGES = ("thinwire", "thinwire.links", "thinwire.codecs", "thinwire.sim", "thinwire.algorithms", "thinwire.tasks")
+PACKAGES = (
+    "thinwire",
+    "thinwire.links",
+    "thinwire.codecs",
+    "thinwire.sim",
+    "thinwire.algorithms",
+    "thinwire.tasks",
+    "thinwire.optim",
+)
 MODULES = (
     "thinwire.agreement",
     "thinwire.algorithm",
@@ -36,12 +44,15 @@ MODULES = (
     "thinwire.errors",
     "thinwire.exchange",
     "thinwire.links.mesh",
+    "thinwire.merge",
     "thinwire.network",
     "thinwire.pace",
     "thinwire.payload",
     "thinwire.rules",
     "thinwire.run.checkpoint",
     "thinwire.schedules",
+    "thinwire.states",
+    "thinwire.streaming",
     "thinwire.tasks.task",
     "thinwire.two_halves",
     "thinwire.wrapper",

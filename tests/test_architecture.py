@@ -41,7 +41,7 @@ def test_algorithm_files_are_short_and_have_one_network_line_and_one_commit_line
         assert len(text.splitlines()) <= 150, path.name
         for cls in [n for n in ast.parse(text).body if isinstance(n, ast.ClassDef)]:
             calls = [ast.unparse(n.func) for n in ast.walk(cls) if isinstance(n, ast.Call)]
-            network = calls.count("self.average") + calls.count("self.post_share")
+            network = sum(calls.count(f"self.{name}") for name in ("average", "post_average", "swap", "post_share"))
             assert network == 1, f"{path.name}: one network line"
             assert calls.count("self.commit") == 1, f"{path.name}: one commit line"
 

@@ -18,7 +18,11 @@ _HOME = {
     "DeMo": "thinwire.algorithms",
     "DecoupledDiLoCo": "thinwire.algorithms",
     "DiLoCo": "thinwire.algorithms",
+    "LoRDO": "thinwire.algorithms",
     "LocalSGD": "thinwire.algorithms",
+    "MTDAO": "thinwire.algorithms",
+    "NoLoCo": "thinwire.algorithms",
+    "StreamingDiLoCo": "thinwire.algorithms",
     "All": "thinwire.codecs",
     "Chain": "thinwire.codecs",
     "Codec": "thinwire.codecs",
@@ -30,6 +34,7 @@ _HOME = {
     "Identity": "thinwire.codecs",
     "Int8": "thinwire.codecs",
     "Mean": "thinwire.codecs",
+    "Parts": "thinwire.codecs",
     "RandomK": "thinwire.codecs",
     "RandomOrthogonal": "thinwire.codecs",
     "Sign": "thinwire.codecs",
@@ -43,6 +48,7 @@ _HOME = {
     "post_average": "thinwire.exchange",
     "post_share": "thinwire.exchange",
     "share": "thinwire.exchange",
+    "swap": "thinwire.exchange",
     "Flaky": "thinwire.links",
     "Link": "thinwire.links",
     "Metered": "thinwire.links",
@@ -55,6 +61,7 @@ _HOME = {
     "Network": "thinwire.network",
     "Payload": "thinwire.payload",
     "Every": "thinwire.schedules",
+    "Periods": "thinwire.schedules",
     "Staggered": "thinwire.schedules",
     "Union": "thinwire.schedules",
     "Warmup": "thinwire.schedules",
@@ -64,10 +71,10 @@ _HOME = {
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
-    from thinwire import errors
+    from thinwire import errors, optim
     from thinwire.agreement import broadcast, running_statistics
     from thinwire.algorithm import Algorithm, Policy
-    from thinwire.algorithms import DataParallel, DecoupledDiLoCo, DeMo, DiLoCo, LocalSGD
+    from thinwire.algorithms import MTDAO, DataParallel, DecoupledDiLoCo, DeMo, DiLoCo, LocalSGD, LoRDO, NoLoCo, StreamingDiLoCo
     from thinwire.codecs import (
         DCT,
         All,
@@ -80,6 +87,7 @@ if TYPE_CHECKING:
         Identity,
         Int8,
         Mean,
+        Parts,
         RandomK,
         RandomOrthogonal,
         Sign,
@@ -88,7 +96,7 @@ if TYPE_CHECKING:
         TwoBit,
         parse_codec,
     )
-    from thinwire.exchange import average, post_average, post_share, share
+    from thinwire.exchange import average, post_average, post_share, share, swap
     from thinwire.links import (
         Flaky,
         Link,
@@ -102,15 +110,15 @@ if TYPE_CHECKING:
     )
     from thinwire.network import Network
     from thinwire.payload import Payload
-    from thinwire.schedules import Every, Staggered, Union, Warmup
+    from thinwire.schedules import Every, Periods, Staggered, Union, Warmup
     from thinwire.sim import World
     from thinwire.wrapper import Wrapper
 
 
 def __getattr__(name: str) -> object:
     """Import a public name on its first use."""
-    if name == "errors":
-        return importlib.import_module("thinwire.errors")
+    if name in ("errors", "optim"):
+        return importlib.import_module(f"thinwire.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import thinwire
 from thinwire import DCT, Codec, Dense, Float, Sign, TopK, parse_codec
 from thinwire.algorithm import Algorithm
 from thinwire.algorithms import found
@@ -49,21 +50,28 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
 
 
+def qhadam(params: Any) -> torch.optim.Optimizer:
+    return thinwire.optim.QHAdam(params, lr=0.01, betas=(0.9, 0.99), omegas=(0.2, 0.6), weight_decay=0.1)
+
+
 def build(
     name: str,
     params: Any,
     link: Link,
     *,
-    inner: Callable[[Any], torch.optim.Optimizer] = adamw,
+    inner: Callable[[Any], torch.optim.Optimizer] | None = None,
     **settings: Any,
 ) -> Algorithm:
-    """An instance of the algorithm with this name, with a short period if it has one."""
+    """An instance of the algorithm with this name and its usual inner optimizer, with a short period if it has one."""
     cls = ALGORITHMS[name]
     fixed = dict(FIXED.get(name, {}))
+    usual = fixed.pop("inner", cls.usual_inner if issubclass(cls, Wrapper) else "")
+    inner = inner or {"qhadam": qhadam}.get(usual, adamw)
     if "wire" in fixed:
         fixed["codec"] = parse_codec(fixed.pop("wire"))
     if "H" in inspect.signature(cls.__init__).parameters:
         fixed["H"] = H
+    fixed |= {name: H for name in ("K_u", "K_v") if name in fixed}
     settings = {**fixed, **settings}
     if issubclass(cls, Wrapper):
         return cls(inner(params), link, **settings)  # type: ignore[call-arg]

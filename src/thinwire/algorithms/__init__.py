@@ -11,8 +11,23 @@ from thinwire.algorithms.decoupled_diloco import DecoupledDiLoCo
 from thinwire.algorithms.demo import DeMo
 from thinwire.algorithms.diloco import DiLoCo
 from thinwire.algorithms.local_sgd import LocalSGD
+from thinwire.algorithms.lordo import LoRDO
+from thinwire.algorithms.mt_dao import MTDAO
+from thinwire.algorithms.noloco import NoLoCo
+from thinwire.algorithms.streaming_diloco import StreamingDiLoCo
 
-__all__ = ["DataParallel", "DeMo", "DecoupledDiLoCo", "DiLoCo", "LocalSGD", "found"]
+__all__ = [
+    "MTDAO",
+    "DataParallel",
+    "DeMo",
+    "DecoupledDiLoCo",
+    "DiLoCo",
+    "LoRDO",
+    "LocalSGD",
+    "NoLoCo",
+    "StreamingDiLoCo",
+    "found",
+]
 
 
 def found() -> dict[str, type[Algorithm]]:

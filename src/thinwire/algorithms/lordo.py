@@ -1,0 +1,150 @@
+"""LoRDO: Adam with moments of low rank, a projector from what all workers did together, and states averaged every H steps.
+
+"LoRDO: Distributed Low-Rank Optimization with Infrequent Communication", arXiv 2602.04396. Of a matrix n x m, n <= m (a tall
+one is transposed), with the projector Q (n x r, orthonormal) and the moments u, v (r x m; ' corrected for bias):
+
+    every step, every worker i:   S = clip(g_i) + E_i;  ghat = Q^T S;  E_i <- S - Q ghat       error feedback
+                                  u <- b1 u + (1 - b1) ghat;  v <- b2 v + (1 - b2) ghat^2
+                                  x <- x - lr [(1 - omega) S / mean(den) + omega Q (u' / den)]     den = sqrt(v') + eps
+    every H steps:                D = mean_i x_i - a;  a <- a + D;  x_i <- a;  u <- mean_i u_i;  v <- mean_i v_i
+                                  Q <- top r left singular vectors of D;  u, v turned into its basis (`thinwire.low_rank`)
+
+With omega = 1 no step leaves the span of Q, so Q never does. A message has n m + 2 r m values per matrix: all find Q from D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Unpack
+
+import torch
+from torch import Tensor
+
+from thinwire import low_rank
+from thinwire.algorithm import Policy, Start, log, overwrite
+from thinwire.codecs import Codec, Dense
+from thinwire.links.base import Link
+from thinwire.links.mesh import shard_of
+from thinwire.schedules import Schedule
+from thinwire.states import State, StateAveraging, state_codecs, state_periods
+
+
+class LoRDO(StateAveraging):
+    """Local steps of low-rank Adam with a full-rank term; parameters and moments averaged, the projector made of the result.
+
+    Example:
+        >>> import torch, thinwire
+        >>> model = torch.nn.Linear(8, 8)
+        >>> opt = thinwire.LoRDO(model.parameters(), thinwire.connect(), lr=8e-3, rank=2)
+
+    Args:
+        params: parameters or groups; lr, rank, omega, betas, eps and weight_decay may differ per group.
+        link: this worker's end of the wire.
+        lr: the step size.
+        rank: r, a whole number, or below 1 a part of a matrix's shorter side. Vectors, matrices whose shorter side is r or
+            less, and groups with rank 0 (the place for embeddings) are stepped by quasi-hyperbolic Adam at full rank.
+        H: steps between two averages of the parameters, with a new projector each time; or a `Schedule`.
+        K_u: of the first moments, H by default.
+        K_v: of the second moments, H by default.
+        omega: weight of the momentum; the rest is the raw gradient's. 1 is low-rank Adam whose projector stagnates.
+        betas: decay of the two moments.
+        eps: added to the root of the second.
+        weight_decay: decoupled, times lr.
+        clip_norm: scale this worker's gradient down to this norm; 0 never.
+        qh: the raw gradient enters "outside" of the projection, or "inside", which does not cure the stagnation.
+        feedback: keep what the projection leaves out of a gradient, and add it to the next.
+        rotate: turn the moments into the basis of a new projector.
+        projection: from the "global" difference, or each worker's "local" gradient, an ablation in which moments stay home.
+        codec: what is sent; one for all states or one by name ("param", "exp_avg", "exp_avg_sq"), as in `MTDAO`.
+        policy: see `thinwire.algorithm.Policy`.
+    """
+
+    name = "lordo"
+    needs_whole_tensors = True  # singular vectors of a shard are not those of the matrix
+    replicated = frozenset({"anchor", "Q"})
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        link: Link,
+        *,
+        lr: float = 1e-3,
+        rank: int | float = 0.25,
+        H: int | Schedule = 32,
+        K_u: int | Schedule | None = None,
+        K_v: int | Schedule | None = None,
+        omega: float = 0.97,
+        betas: tuple[float, float] = (0.999, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        clip_norm: float = 0.0,
+        qh: low_rank.QH = "outside",
+        feedback: bool = True,
+        rotate: bool = True,
+        projection: Literal["global", "local"] = "global",
+        codec: Codec | Mapping[str, Codec] | None = None,
+        **policy: Unpack[Policy],
+    ):
+        """Check the settings that all groups share; `add_param_group` checks the others."""
+        low_rank.check_settings(qh=qh, projection=projection, clip_norm=clip_norm, periods=(K_u, K_v))
+        self.clip_norm, self.qh, self.rotate, self.projection = clip_norm, qh, rotate, projection
+        self.replicated = self.replicated if projection == "global" else frozenset({"anchor"})
+        periods = state_periods(low_rank.MOMENTS if projection == "global" else (), H, K_u, K_v)
+        codecs, beats = state_codecs(list(periods), codec), self.beats(list(periods.values()))
+        group = {"lr": lr, "rank": rank, "omega": omega, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        settings = {**group, "H": H, "K_u": K_u, "K_v": K_v, "clip_norm": clip_norm, "qh": qh, "feedback": feedback}
+        settings |= {"rotate": rotate, "projection": projection, "codecs": {k: repr(c) for k, c in codecs.items()}}
+        slots: dict[str, Start] = {"anchor": "param", "step": "count"}
+        slots |= low_rank.slots(lambda: self.param_groups[-1]["rank"], feedback=feedback)
+        slots |= {} if codecs["param"].holds(torch.float32) else {"residual": "zeros"}
+        super().__init__(params, link, defaults=group, H=beats, codec=codecs["param"], slots=slots, settings=settings, **policy)
+        self.states = tuple(self._state(name, periods, codecs) for name in periods)
+
+    def _state(self, name: str, periods: Mapping[str, Schedule], codecs: Mapping[str, Codec]) -> State:
+        if name != "param":  # v is turned by means of u, so it is the same on all workers only where u is
+            apart = periods[name] != periods["exp_avg"] or any(not isinstance(codecs[k], Dense) for k in (name, "exp_avg"))
+            return State(name, lambda: self.slot(name), periods[name], codecs[name], feedback=apart)
+        anchor, residual = (lambda: self.slot("anchor")), (lambda: self.slot("residual")) if "residual" in self._slots else None
+        return State(name, self.params, periods[name], codecs[name], anchor=anchor, residual=residual, outer=self._move)
+
+    def _move(self, a: list[Tensor], D: list[Tensor]) -> None:
+        torch._foreach_add_(a, D)  # a <- a + D
+        self._sources = [D if self.projection == "global" else self.gradients()]  # of the new projectors
+
+    def _adopt(self, group: dict[str, Any]) -> None:
+        low_rank.check_group(group, settings=self.settings, sharded=shard_of(group["params"])[1] > 1)
+        super()._adopt(group)
+
+    def local_step(self) -> None:
+        """One step of low-rank Adam; skipped when this worker's gradient is not finite."""
+        torch._foreach_add_(self.slot("step"), 1)  # t, also of a skipped step: v is turned by it, on all workers alike
+        if not self.gradients_finite():
+            log.warning("rank %d, step %d: NaN or Inf in the gradient, local step skipped", self.link.rank, self.steps)
+            self._withdrawn = self.on_nonfinite == "raise"  # all raise together in the next round
+            return
+        low_rank.step(self._active, self.state, self.groups(), qh=self.qh, clip=self.clip_factor(self.clip_norm))
+
+    def update(self) -> None:
+        """One round: all states that are due, then a new projector where the parameters are among them."""
+        due = self.due_states()
+        mean, sent = self.average(due.outgoing(), codec=due.codec, want_sent=due.lossy, weight=due.weight)
+        self.commit()
+        due.take(mean, sent)
+        if self.whole_round():
+            low_rank.refresh(self._active, self.state, self.groups(), self._sources.pop(), turn=self.rotate)
+
+    def restore(self) -> None:
+        """Back to the last agreed parameters; what is not finite in the moments and in E becomes zero."""
+        overwrite(self.params(), self.slot("anchor"))
+        low_rank.heal(self.state.values())
+
+    def newcomer_takes(self, key: str) -> bool:
+        """The number of steps too: averaged moments must not be corrected for bias anew."""
+        return super().newcomer_takes(key) or (key == "step" and self.projection == "global")
+
+    def _agreed(self) -> list[Tensor]:
+        return self.slot("anchor")
+
+    def memory(self) -> dict[str, int]:
+        """Elements of this worker's state by slot: the moments exp_avg and exp_avg_sq, Q, E, the anchor."""
+        return {name: sum(t.numel() for t in self.slot(name)) for name in self._slots}

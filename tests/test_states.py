@@ -57,7 +57,7 @@ class Several(StateAveraging):
         params = [nn.Parameter(t) for t in noise(77)]
         super().__init__(params, link, H=self.beats(periods), codec=codecs[0], slots=slots, **policy)
         anchor, residual = (functools.partial(self.slot, k) if anchored else None for k in ("anchor", "residual"))
-        step = None if outer is None else lambda a, D: outer.step(a, D, self.slot("velocity"))
+        step = None if outer is None else lambda a, D: outer.step(a, D, self.slot("velocity"), along=True)
         lossy = [feedback and not isinstance(c, Dense) for c in codecs]
         kinds = [as_schedule(p) for p in periods]
         self.states = (
@@ -350,7 +350,7 @@ def test_the_outer_step_is_torchs_sgd_on_the_negative_difference(lr: float, mome
     for step in range(6):
         D = noise(2, step)
         kept = [d.clone() for d in D]
-        Nesterov(lr, momentum, nesterov).step(ours, D, m)
+        Nesterov(lr, momentum, nesterov).step(ours, D, m, along=True)
         assert same(D, kept), "the difference is not its own to change"
         for p, d in zip(theirs, D, strict=True):
             p.grad = -d

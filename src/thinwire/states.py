@@ -40,7 +40,7 @@ Tensors = Callable[[], list[Tensor]]  # asked anew in every round: loading a che
 
 @dataclass(frozen=True)
 class Nesterov:
-    """An outer step a <- a + eta (D + mu m), with m <- mu m + D first; of heavy-ball momentum eta m, without momentum eta D.
+    """An outer step a <- a - eta (D + mu m), with m <- mu m + D first; of heavy-ball momentum eta m, without momentum eta D.
 
     Args:
         lr: eta.
@@ -64,14 +64,14 @@ class Nesterov:
         """Whether the result is simply a + D."""
         return self.lr == 1 and self.momentum == 0
 
-    def step(self, a: list[Tensor], D: list[Tensor], m: list[Tensor]) -> None:
-        """Move `a` and `m`; `m` may be empty where there is no momentum."""
+    def step(self, a: list[Tensor], D: list[Tensor], m: list[Tensor], *, along: bool = False) -> None:
+        """Move `a` and `m`, against D or along it; `m` may be empty where there is no momentum."""
         step = D
         if self.momentum:
             torch._foreach_mul_(m, self.momentum)
             torch._foreach_add_(m, D)
             step = torch._foreach_add(D, m, alpha=self.momentum) if self.nesterov else m
-        torch._foreach_add_(a, step, alpha=self.lr)
+        torch._foreach_add_(a, step, alpha=self.lr if along else -self.lr)
 
 
 @dataclass(frozen=True)

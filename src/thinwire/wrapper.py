@@ -161,12 +161,7 @@ class Wrapper(Algorithm):
         found: dict[str, list[Tensor]] = {}
         for p in self._active:
             for key, value in self.inner.state.get(p, {}).items():
-                if (
-                    isinstance(value, Tensor)
-                    and value.is_floating_point()
-                    and value.shape == p.shape
-                    and not key.startswith("step")
-                ):
+                if _is_moment(key, value, p):
                     found.setdefault(key, []).append(local(value))
         return found
 

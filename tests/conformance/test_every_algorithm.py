@@ -524,7 +524,8 @@ def test_converges_on_a_noisy_quadratic(name: str) -> None:
 
     def worker(link: thinwire.Link) -> float:
         x = torch.nn.Parameter(torch.full((30,), 2.0))
-        own = {} if issubclass(ALGORITHMS[name], Wrapper) else {"lr": 0.02, "betas": (0.9, 0.95)}
+        known = inspect.signature(ALGORITHMS[name].__init__).parameters
+        own = {k: v for k, v in {"lr": 0.02, "betas": (0.9, 0.95)}.items() if k in known}
         opt = build(name, [x], link, inner=lambda p: torch.optim.SGD(p, lr=0.05), **own)
         noise = torch.Generator().manual_seed(link.rank)
         for _ in range(200):

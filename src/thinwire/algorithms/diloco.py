@@ -14,19 +14,17 @@ per worker, and there is one round every H steps. Memory: two slots beside the i
 
 from __future__ import annotations
 
-import math
 from typing import Literal, Unpack
 
-import torch
 from torch.optim import Optimizer
 
 from thinwire.algorithm import Policy, Start
 from thinwire.codecs import Codec
-from thinwire.errors import ConfigError
 from thinwire.exchange import message_nbytes
 from thinwire.links.base import Link
 from thinwire.merge import Merge, Rule
 from thinwire.schedules import Schedule
+from thinwire.states import Nesterov
 from thinwire.wrapper import Wrapper
 
 
@@ -72,16 +70,11 @@ class DiLoCo(Wrapper):
         **policy: Unpack[Policy],
     ):
         """Wrap `inner`."""
-        if not 0 < outer_lr < math.inf:
-            raise ConfigError(f"outer_lr must be above zero and finite, got {outer_lr!r}")
-        if not 0 <= outer_momentum < 1:
-            raise ConfigError(f"outer_momentum must be in [0, 1), got {outer_momentum!r}")
-        self.merge = Merge(merge)
+        self.outer, self.merge = Nesterov(outer_lr, outer_momentum, nesterov), Merge(merge)
         settings = {"H": H, "outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": nesterov}
         settings |= {"merge": merge, "pace": pace}
         slots: dict[str, Start] = {"anchor": "param", "momentum": "zeros"}
         super().__init__(inner, link, H=H, codec=codec, slots=slots, settings=settings, pace=pace, **policy)
-        self.outer_lr, self.outer_momentum, self.nesterov = outer_lr, outer_momentum, nesterov
 
     def update(self) -> None:
         """One round: the outer step."""
@@ -90,11 +83,7 @@ class DiLoCo(Wrapper):
         mean, _ = self.average(D, codec=self.merge.codec(self.codec, len(x)), weight=self.work())
         self.commit()
         D = self.merge.merged(mean, self.shards)  # D <- mean_i D_i
-        mu, eta = self.outer_momentum, self.outer_lr
-        torch._foreach_mul_(m, mu)
-        torch._foreach_add_(m, D)  # m <- mu m + D
-        step = torch._foreach_add(D, m, alpha=mu) if self.nesterov else m
-        torch._foreach_add_(a, step, alpha=-eta)  # a <- a - eta (D + mu m)
+        self.outer.step(a, D, m)  # m <- mu m + D;  a <- a - eta (D + mu m)
         for x_, a_ in zip(x, a, strict=True):
             x_.copy_(a_)
 

@@ -115,7 +115,7 @@ class MTDAO(StateAveraging, Wrapper):
         return [local(self.state[p][f"agreed_{name}"]) for p in self._active if name in self.inner.state[p]]
 
     def _outer_step(self, a: list[Tensor], D: list[Tensor]) -> None:
-        self.outer.step(a, D, self.slot("velocity"))
+        self.outer.step(a, D, self.slot("velocity"), along=True)
 
     @classmethod
     def des_loc(cls, inner: Optimizer, link: Link, *, H: int = 256, **settings: Any) -> Self:

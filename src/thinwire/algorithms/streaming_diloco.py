@@ -22,7 +22,6 @@ import math
 from collections.abc import Sequence
 from typing import Unpack
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -34,6 +33,7 @@ from thinwire.exchange import PendingAverage, message_nbytes
 from thinwire.links.base import Link
 from thinwire.merge import Merge, Rule
 from thinwire.payload import all_finite
+from thinwire.states import Nesterov
 from thinwire.streaming import Layout, Streaming
 from thinwire.wrapper import Wrapper
 
@@ -85,14 +85,10 @@ class StreamingDiLoCo(Streaming, Wrapper):
         **policy: Unpack[Policy],
     ):
         """Wrap `inner`."""
-        if not 0 < outer_lr < math.inf:
-            raise ConfigError(f"outer_lr must be above zero and finite, got {outer_lr!r}")
-        if not 0 <= outer_momentum < 1:
-            raise ConfigError(f"outer_momentum must be in [0, 1), got {outer_momentum!r}")
         self.alpha = (0.5 if tau else 0.0) if alpha is None else alpha
         if not 0 <= self.alpha < 1:
             raise ConfigError(f"alpha must be in [0, 1), since workers with alpha=1 would never meet, got {alpha!r}")
-        self.outer_lr, self.outer_momentum, self.nesterov, self.merge = outer_lr, outer_momentum, nesterov, Merge(merge)
+        self.outer, self.merge = Nesterov(outer_lr, outer_momentum, nesterov), Merge(merge)
         settings = {"H": H, "tau": tau, "alpha": self.alpha, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
         settings |= {"nesterov": nesterov, "merge": merge}
         slots: dict[str, Start] = {"anchor": "param", "momentum": "zeros"}
@@ -116,11 +112,7 @@ class StreamingDiLoCo(Streaming, Wrapper):
         self.commit()
         x, a, m = (self._part(name, self.which(self.due)) for name in ("param", "anchor", "momentum"))
         D = self.merge.merged(mean, self.shards)
-        mu, eta = self.outer_momentum, self.outer_lr
-        torch._foreach_mul_(m, mu)
-        torch._foreach_add_(m, D)  # m <- mu m + D
-        step = torch._foreach_add(D, m, alpha=mu) if self.nesterov else m
-        torch._foreach_add_(a, step, alpha=-eta)  # a <- a - eta (D + mu m)
+        self.outer.step(a, D, m)  # m <- mu m + D;  a <- a - eta (D + mu m)
         alpha = 0.0 if self.arrived.last else self.alpha
         overwrite(x, [a_.lerp(x_.to(a_.dtype), alpha) for a_, x_ in zip(a, x, strict=True)] if alpha else a)
 

@@ -24,7 +24,7 @@ from thinwire.run.config import RunConfig
 
 STEPS, K, ROUNDS = 512, 32, 4
 ARMS: dict[str, dict[str, Any]] = {
-    "Local Adam, beta 0.9": {"inner": "qhadam", "betas": (0.9,), "omegas": (1.0,)},
+    "Local Adam, beta 0.9": {"inner": "qhadam", "qh_betas": (0.9,), "qh_omegas": (1.0,)},
     "MT-DAO, beta 0.99, omega 0.95": SLOWER,
 }
 

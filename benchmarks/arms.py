@@ -238,8 +238,8 @@ LONGER: dict[str, Any] = {**CLOCKED, "steps": 1024}
 K = {"H": 32}
 SCRATCH: dict[str, Any] = {"beta2": 0.99}  # cosine to 10%
 WARM: dict[str, Any] = {"beta2": 0.99, "warm_start": 256, "warm_lr": 2e-3, "lr_final": 1.0}  # as the authors: then constant
-SLOW: dict[str, Any] = {"inner": "qhadam", "betas": (0.98,), "omegas": (0.9,), "lives": 8.0}
-SLOWER: dict[str, Any] = {"inner": "qhadam", "betas": (0.99,), "omegas": (0.95,), "lives": 4.0}
+SLOW: dict[str, Any] = {"inner": "qhadam", "qh_betas": (0.98,), "qh_omegas": (0.9,), "qh_lives": 8.0}
+SLOWER: dict[str, Any] = {"inner": "qhadam", "qh_betas": (0.99,), "qh_omegas": (0.95,), "qh_lives": 4.0}
 ADAMW: dict[str, Any] = {"inner": "adamw"}
 
 
@@ -266,7 +266,7 @@ WARM_CLOCKS = _clocks(WARM, SLOWER, [1e-3, 1.4e-3, 2e-3], LONGER)
 def _wire(name: str, wire: str, seeds: tuple[int, ...] = (0,), **periods: int) -> Arm:
     """MT-DAO after a warm start with compressed averages, at the learning rate that was best for dense ones."""
     run = {**WARM, **SLOWER}
-    return Arm(f"MT-DAO {name}", "gpt-nano", "mt-dao", wire, {**K, **periods}, {"lr": [1.4e-3]}, seeds, run=run, **LONGER)
+    return Arm(f"MT-DAO {name}", "gpt-nano", "mt-dao", wire, {**K, **periods}, {"lr": [2e-3]}, seeds, run=run, **LONGER)
 
 
 WIRES = [
@@ -286,7 +286,7 @@ LORDO = [
         None,
         {},
         {"lr": [1e-3, 2e-3, 4e-3]},
-        run={**LOW_RANK, "inner": "low-rank", "betas": (0.95,), "omegas": (0.97,)},
+        run={**LOW_RANK, "inner": "low-rank", "qh_betas": (0.95,), "qh_omegas": (0.97,)},
         **CLOCKED,
     ),
     Arm(

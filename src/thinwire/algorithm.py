@@ -97,6 +97,7 @@ class Algorithm(Optimizer):
     replicated: frozenset[str] = frozenset()
     synced: frozenset[str] = frozenset()
     sends_fragments: ClassVar[bool] = False
+    needs_whole_tensors: ClassVar[bool] = False  # cannot train a model that is sharded
     in_pairs: ClassVar[bool] = False  # a round is between two workers: one pair may refuse it while the others take it
 
     # GradScaler then always calls step() and leaves the unscaling to us. Without it, the one worker that found an Inf would
@@ -294,7 +295,7 @@ class Algorithm(Optimizer):
         """Local steps since the last committed round."""
         return self.steps - self.param_groups[0]["thinwire_synced"]
 
-    def _set_counter(self, name: str, value: int) -> None:
+    def _set_counter(self, name: str, value: int | list[int]) -> None:
         for group in self.param_groups:
             group[name] = value
 

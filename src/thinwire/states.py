@@ -112,14 +112,17 @@ class State:
             torch._foreach_add_(D, self.residual())
         return D
 
-    def take(self, given: list[Tensor], mean: list[Tensor], sent: list[Tensor]) -> None:
-        """Take the average; only below a commit line."""
+    def take(self, given: list[Tensor], mean: list[Tensor], sent: list[Tensor], *, healed: bool = False) -> None:
+        """Take the average, and where a bad worker is `healed` nothing but it; only below a commit line."""
         mine = self.tensors()
         if self.feedback:
-            torch._foreach_sub_(mine, sent)
-            torch._foreach_add_(mine, mean)
             if self.anchor is not None:
                 torch._foreach_add_(self.anchor(), mean)
+            if healed:
+                torch._foreach_copy_(mine, mean if self.anchor is None else self.anchor())
+            else:
+                torch._foreach_sub_(mine, sent)
+                torch._foreach_add_(mine, mean)
             return
         if self.anchor is None:
             torch._foreach_copy_(mine, mean)
@@ -173,20 +176,24 @@ class Due:
         start = 0
         for state, given in zip(self.states, self._given, strict=True):
             here = slice(start, start + len(given))
-            state.take(given, list(mean[here]), list(sent[here]))
+            state.take(given, list(mean[here]), list(sent[here]), healed=self.weight == 0)
             start += len(given)
 
 
 class StateAveraging(Algorithm):
     """Base of the methods whose rounds average states with periods; they set `states` when they are made.
 
-    A worker whose numbers have gone bad, and that has no anchor to go back to, is healed by the next average of the parameters:
-    all know its name, it has no say until then, and takes the average of the others.
+    A worker whose numbers have gone bad, and that has no anchor to go back to, is healed by the next round: all know its name,
+    all states are averaged then whether they are due or not, it has no say, and takes the average of the others.
     """
 
     sends_fragments = True
     states: tuple[State, ...] = ()
-    _sick: tuple[int, ...] = ()
+
+    @property
+    def sick(self) -> list[int]:
+        """Ranks of the workers whose numbers went bad and that the next round heals; known to all, kept in checkpoints."""
+        return self.param_groups[0].get("sick", [])
 
     @property
     def evaluated(self) -> str:
@@ -202,21 +209,28 @@ class StateAveraging(Algorithm):
 
     def due_states(self) -> Due:
         """The states of this round."""
-        weight = None if not self._sick else float(self.link.rank not in self._sick)
+        weight = None
+        if self.sick:
+            self.due = tuple(range(len(self.states)))  # a bad worker needs all of them
+            weight = float(self.link.rank not in self.sick)
         return Due([self.states[i] for i in self.due], weight=weight)
 
     def commit(self) -> None:
         """The commit line: below it, and only below it, shared state may change."""
         super().commit()
-        if self.whole_round():
-            self._sick = ()
+        self._set_counter("sick", [])
+
+    def begin_anew(self) -> None:
+        """Among other workers nobody is known to be bad."""
+        super().begin_anew()
+        self._set_counter("sick", [])
 
     def refuse(self, refusal: RoundAborted) -> None:
         """Go on without a round that did not take place, or raise, as the policies say."""
         super().refuse(refusal)
         if isinstance(refusal, NonFiniteRound) and "anchor" not in self._slots:
-            self._sick = tuple(sorted({*self._sick, *refusal.culprits}))
-            if len(self._sick) == self.link.size:  # nobody is left to be healed by
+            self._set_counter("sick", sorted({*self.sick, *refusal.culprits}))
+            if len(self.sick) == self.link.size:  # nobody is left to be healed by
                 raise refusal
             if self.link.rank in refusal.culprits:
                 for t in self.message():

@@ -262,19 +262,20 @@ def test_the_outer_parameters_are_better_than_any_replica() -> None:
         assert shown < 0.8 * own
 
 
-def test_delay_hardly_matters_and_neither_does_the_layout() -> None:
-    """S3 and S6, of the shared model; without delay, layouts differ in nothing but when a tensor is averaged."""
-    start = 3.0 * 3.0 * 140
-    at_once = World(4).run(lambda link: bowl(link, tau=0))[0][0]
-    for settings in ({"tau": 1}, {"tau": 4}, {"layout": "strided"}, {"layout": "sequential"}):
-        assert abs(World(4).run(lambda link, s=settings: bowl(link, **s))[0][0] - at_once) < 0.005 * start
+def test_delay_costs_little_and_the_layout_less() -> None:
+    """S3 and S6, of the shared model at one mixing: what is left is noise, of which a delay adds some per step."""
+    at_once = World(4).run(lambda link: bowl(link, tau=0, alpha=0.5))[0][0]
+    late = [World(4).run(lambda link, tau=tau: bowl(link, tau=tau))[0][0] for tau in (1, 2, 4)]
+    assert at_once < late[0] < late[1] < late[2] < 1.4 * at_once
+    for layout in ("strided", "sequential"):
+        assert World(4).run(lambda link, how=layout: bowl(link, layout=how))[0][0] == pytest.approx(late[0], rel=0.06)
 
 
 def test_fp4_sends_an_eighth_and_costs_little() -> None:
     """S4: differences in E3M0 with a scale for every 256 values."""
     shown, _, nbytes = World(4).run(bowl)[0]
     narrow, _, fewer = World(4).run(lambda link: bowl(link, codec=Fp4()))[0]
-    assert abs(narrow - shown) < 0.005 * 3.0 * 3.0 * 140
+    assert abs(narrow - shown) < 0.25 * shown
     values = 40 + 60 + 40
     headers = 3 * 48
     assert nbytes == 4 * (values + 3 * 4)

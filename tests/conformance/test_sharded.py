@@ -25,7 +25,7 @@ from thinwire import Link, TorchLink, World
 from thinwire.links.mesh import shard_model
 from thinwire.links.shards import reshard
 
-pytestmark = pytest.mark.parametrize("name", [n for n in NAMES if not getattr(ALGORITHMS[n], "needs_whole_tensors", False)])
+pytestmark = pytest.mark.parametrize("name", [n for n in NAMES if not ALGORITHMS[n].needs_whole_tensors])
 
 
 class Uneven(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import os
@@ -425,7 +426,7 @@ def test_memory_is_one_number_per_momentum_and_one_for_the_second_moment(kind: t
     held = [t for name, t in opt.state[x].items() if not name.startswith("step")]
     assert sum(t.numel() for t in held) == numbers * x.numel()
     assert all(t.dtype == torch.float32 for t in held)
-    assert sum(t.numel() for t in opt.state[x].values()) == numbers * x.numel() + 2, "and two counts of steps"
+    assert sum(t.numel() for t in opt.state[x].values()) == numbers * x.numel() + 2 + numbers, "and counts"
 
 
 @every
@@ -628,7 +629,7 @@ def test_a_switch_refuses_what_makes_no_sense_and_changes_nothing() -> None:
     drive(opt, [a, b], [noise((3,), 2), noise((4,), 2)])
     kept = opt.state[a]["exp_avg"].clone()
     refused: list[tuple[Callable[[], None], str]] = [
-        (lambda: opt.switch(betas=(0.9, 0.99), omegas=(0.1, 0.2)), "there are 1 momenta, got betas for 2"),
+        (lambda: opt.switch(betas=(0.9, 0.99), omegas=(0.1, 0.2)), "there are 1 momenta, got betas="),
         (lambda: opt.switch(betas=1.0), r"betas must be from 0 to below 1, got \(1\.0,\)"),
         (lambda: opt.switch(omegas=2.0), r"sum up to at most 1, got \(2\.0,\)"),
         (lambda: opt.switch(beta2=1.0), r"beta2 must be from 0 to below 1, got 1\.0"),
@@ -639,3 +640,58 @@ def test_a_switch_refuses_what_makes_no_sense_and_changes_nothing() -> None:
             call()
     assert [g["betas"] for g in opt.param_groups] == [(0.9,), (0.9,)]
     assert torch.equal(opt.state[a]["exp_avg"], kept)
+
+
+# --- Betas that change -------------------------------------------------------------------------------------------------------
+
+
+def test_a_change_of_betas_that_keeps_the_momenta_keeps_them_unbiased() -> None:
+    """Of a constant gradient every momentum corrected for bias is that gradient, whatever betas it has had."""
+    x, g = parameter((3,)), torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    opt = QHAdam([x], 0.01, betas=0.9, omegas=1.0, beta2=0.95, eps=1e-30)
+    for step in range(40):
+        if step == 7:
+            opt.switch(betas=0.999, beta2=0.999, reset=False)
+        before = x.detach().clone()
+        drive(opt, [x], [[g]])
+        close(x, before - 0.01 * g.sign(), 1e-10)
+
+
+@pytest.mark.parametrize("lives", [0.1, 1.0, 8.0])
+def test_momenta_that_grow_slow_with_the_run_are_unbiased_and_end_at_their_beta(lives: float) -> None:
+    x, grads = parameter((3,)), noise((3,), 200)
+    opt = QHAdam([x], 0.01, betas=0.97, omegas=1.0, beta2=0.99, lives=lives)
+    u, v, seen = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64), 0.0
+    reached = 0
+    for t, g in enumerate(grads, 1):
+        b = min(0.97, 0.5 ** (lives / t))
+        reached += b == 0.97
+        u, v, seen = b * u + (1 - b) * g, 0.99 * v + 0.01 * g * g, 1 - b * (1 - seen)
+        before = x.detach().clone()
+        drive(opt, [x], [[g]])
+        close(x, before - 0.01 * (u / seen) / ((v / (1 - 0.99**t)).sqrt() + 1e-8), 1e-9)
+    assert 0 < reached < 200 or lives < 8, "both regimes were seen"
+
+
+def test_counts_of_narrow_parameters_survive_a_state_dict() -> None:
+    """2,049 is no bfloat16: torch casts all state but the key "step" to the parameters' dtype."""
+    x = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    opt = QHAdam([x], 1e-6)
+    drive(opt, [x], [[torch.ones(3, dtype=torch.bfloat16)] * 2049])
+    opt.switch(reset=True)
+    again = QHAdam([x], 1e-6)
+    again.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for key in ("step", "step_of_reset", "step_seen"):
+        assert torch.equal(again.state[x][key], opt.state[x][key]), key
+        assert again.state[x][key].dtype == opt.state[x][key].dtype
+
+
+def test_a_switch_keeps_the_scale_of_the_lr_and_is_refused_as_a_whole() -> None:
+    a, b = parameter((3,)), parameter((2,))
+    opt = QHAdam([{"params": [a]}, {"params": [b], "omegas": (0.5,)}], 0.01, lr_scale=2.0)
+    opt.switch(betas=0.9)
+    assert [g["lr_scale"] for g in opt.param_groups] == [2.0, 2.0]
+    assert [g["omegas"] for g in opt.param_groups] == [(0.95,), (0.5,)]
+    with pytest.raises(ConfigError, match="there are 1 momenta"):
+        opt.switch(betas=(0.9, 0.99))
+    assert [g["betas"] for g in opt.param_groups] == [(0.9,), (0.9,)]

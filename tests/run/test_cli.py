@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from thinwire.algorithms import found
 from thinwire.run.cli import main
+from thinwire.run.config import PRESETS
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -130,6 +132,14 @@ def test_the_help_of_train_shows_the_settings_of_the_chosen_algorithm(capsys: py
     _, local, _ = call(capsys, "train", "--algorithm", "local-sgd", "--help")
     assert "--H" in local
     assert "--outer-momentum" not in local
+
+
+@pytest.mark.parametrize("name", sorted({*found(), *PRESETS}))
+def test_every_method_has_a_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """No flag of a method may be called like one of the run."""
+    code, out, _ = call(capsys, "sim", "--algorithm", name, "--help")
+    assert code == 0
+    assert f"Settings of {name}" in " ".join(out.split())
 
 
 def test_lists(capsys: pytest.CaptureFixture[str]) -> None:

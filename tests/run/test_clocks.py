@@ -54,20 +54,24 @@ def test_a_beta_is_proposed_from_the_period_and_the_length_of_the_run() -> None:
     assert group["omegas"] == (0.95,)
     short = inner_of(replace(config_of("mt-dao", settings={}), steps=100)).param_groups[0]["betas"]
     assert short == (propose_beta(32, steps=100).beta,), "of the default period"
-    assert inner_of(config_of("mt-dao", betas=(0.5, 0.9), omegas=(0.1, 0.8))).param_groups[0]["betas"] == (0.5, 0.9)
+    assert inner_of(config_of("mt-dao", qh_betas=(0.5, 0.9), qh_omegas=(0.1, 0.8))).param_groups[0]["betas"] == (0.5, 0.9)
 
 
 def test_settings_of_slow_momenta_are_refused_where_there_are_none() -> None:
-    with pytest.raises(
-        ConfigError, match="betas is a setting of qhadam, qhadopt, qhm, qhmuon, and the inner optimizer is adamw"
-    ):
-        inner_of(config_of("diloco", betas=(0.9,)))
-    with pytest.raises(ConfigError, match=r"omegas must be given with betas=\(0.9, 0.99\)"):
-        inner_of(config_of("mt-dao", betas=(0.9, 0.99)))
+    with pytest.raises(ConfigError, match=r"qh-betas is a setting of qhadam, .* not of adamw, got"):
+        inner_of(config_of("diloco", qh_betas=(0.9,)))
+    with pytest.raises(ConfigError, match=r"qh-lives is a setting of .* not of demo, got 4.0"):
+        optimizer_of(config_of("demo", qh_lives=4.0, settings={}), nn.Linear(4, 4), SoloLink())
+    with pytest.raises(ConfigError, match="lordo is an optimizer itself and has no inner one, got --inner adamw"):
+        optimizer_of(config_of("lordo", inner="adamw"), nn.Linear(4, 4), SoloLink())
+    with pytest.raises(ConfigError, match="beta2 is of a second moment, which sgd does not have"):
+        inner_of(config_of("diloco", inner="sgd", beta2=0.9))
+    with pytest.raises(ConfigError, match=r"qh-omegas must be given with qh-betas=\(0.9, 0.99\)"):
+        inner_of(config_of("mt-dao", qh_betas=(0.9, 0.99)))
 
 
 def test_pairs_and_defaults_survive_run_toml(tmp_path: Path) -> None:
-    config = config_of("mt-dao", betas=(0.9, 0.99), omegas=(0.1, 0.8), warm_start=8)
+    config = config_of("mt-dao", qh_betas=(0.9, 0.99), qh_omegas=(0.1, 0.8), warm_start=8)
     write_run_toml(tmp_path / "run.toml", config)
     again = read_run_toml(tmp_path / "run.toml")
     check_same_run(tmp_path, again, config)
@@ -75,7 +79,8 @@ def test_pairs_and_defaults_survive_run_toml(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "what"), [({"warm_start": 24}, "below steps=24"), ({"warm_lr": -1.0}, "warm-lr"), ({"lives": -1.0}, "lives")]
+    ("wrong", "what"),
+    [({"warm_start": 24}, "below steps=24"), ({"warm_lr": -1.0}, "warm-lr"), ({"qh_lives": -1.0}, "lives")],
 )
 def test_bad_settings_are_refused(wrong: dict[str, Any], what: str) -> None:
     with pytest.raises(ConfigError, match=what):
@@ -128,11 +133,11 @@ def test_a_warm_start_is_data_parallel_and_then_the_method() -> None:
 
 
 def test_slow_momenta_are_switched_on_when_the_warm_start_ends() -> None:
-    _, opt = trained(config_of("mt-dao", warm_start=8, betas=(0.99,), omegas=(0.9,)))[0]
+    _, opt = trained(config_of("mt-dao", warm_start=8, qh_betas=(0.99,), qh_omegas=(0.9,)))[0]
     state = opt.inner.state[opt._active[0]]
     assert (int(state["step"]), int(state["step_of_reset"])) == (24, 8)
     assert opt.param_groups[0]["warmup"] == 8
-    _, other = trained(config_of("mt-dao", warm_start=8, qh_warmup=0, betas=(0.99,), omegas=(0.9,)))[0]
+    _, other = trained(config_of("mt-dao", warm_start=8, qh_warmup=0, qh_betas=(0.99,), qh_omegas=(0.9,)))[0]
     assert int(other.inner.state[other._active[0]]["step_of_reset"]) == 0
 
 
@@ -142,7 +147,7 @@ def test_the_learning_rate_of_a_warm_start() -> None:
 
 
 def _resumed_run(link: Link, folder: Path, stop: int) -> list:
-    config = config_of("mt-dao", warm_start=8, betas=(0.9,), omegas=(0.9,))
+    config = config_of("mt-dao", warm_start=8, qh_betas=(0.9,), qh_omegas=(0.9,))
     first = Trainer(replace(config, lr_final=1.0), link)
     for step in range(1, stop + 1):
         first._one_step(step)

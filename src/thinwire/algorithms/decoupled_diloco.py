@@ -21,7 +21,6 @@ the inner optimizer's state, three with mu > 0.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Literal, Self, Unpack
 
@@ -34,6 +33,7 @@ from thinwire.codecs.base import check_codec
 from thinwire.errors import ConfigError, check_choice
 from thinwire.links.base import Link
 from thinwire.schedules import Schedule
+from thinwire.states import Nesterov
 from thinwire.wrapper import Wrapper
 
 
@@ -84,18 +84,13 @@ class DecoupledDiLoCo(Wrapper):
     ):
         """Wrap `inner`."""
         check_choice("mode", mode, ("consensus", "published"))
-        if not 0 < outer_lr < math.inf:
-            raise ConfigError(f"outer_lr must be above zero and finite, got {outer_lr!r}")
         if not 0 <= beta <= 1:
             raise ConfigError(f"beta must be from 0 to 1, got {beta!r}")
-        if not 0 <= outer_momentum < 1:
-            raise ConfigError(f"outer_momentum must be in [0, 1), got {outer_momentum!r}")
         if outer_momentum and mode == "published":
             raise ConfigError(f"the published rule has beta for its momentum: outer_momentum must be 0, got {outer_momentum!r}")
         codec = DCT(64) >> TopK(128) >> Sign() if codec is None else check_codec(codec)
         self.mean = Mean(over=over)
-        self.mode, self.outer_lr, self.beta = mode, outer_lr, beta
-        self.outer_momentum, self.nesterov = outer_momentum, nesterov
+        self.mode, self.beta, self.outer = mode, beta, Nesterov(outer_lr, outer_momentum, nesterov)
         if mode == "published":  # nothing is ever made equal again
             self.synced = self.replicated = frozenset()
         settings = {"H": H, "mode": mode, "outer_lr": outer_lr, "beta": beta, "outer_momentum": outer_momentum}
@@ -118,7 +113,7 @@ class DecoupledDiLoCo(Wrapper):
 
     def wants(self, slot: str, group: Mapping[str, Any]) -> bool:  # noqa: ARG002
         """A velocity is kept only where there is a momentum."""
-        return slot != "velocity" or self.outer_momentum > 0
+        return slot != "velocity" or self.outer.momentum > 0
 
     @property
     def evaluated(self) -> str:
@@ -135,15 +130,11 @@ class DecoupledDiLoCo(Wrapper):
         self.commit()
         torch._foreach_sub_(fed, q)
         torch._foreach_copy_(m, fed)  # m_i <- beta m_i + D_i - q_i
-        step = Q
         if self.mode == "published":
             torch._foreach_add_(m, Q)
-            step = torch._foreach_add(D, m, alpha=self.beta) if self.nesterov else m
-        elif self.outer_momentum:
-            v, mu = self.slot("velocity"), self.outer_momentum
-            torch._foreach_mul_(v, mu)
-            torch._foreach_add_(v, Q)  # v <- mu v + Q
-            step = torch._foreach_add(Q, v, alpha=mu) if self.nesterov else v
-        torch._foreach_add_(a, step, alpha=-self.outer_lr)
+            step = torch._foreach_add(D, m, alpha=self.beta) if self.outer.nesterov else m
+            torch._foreach_add_(a, step, alpha=-self.outer.lr)
+        else:
+            self.outer.step(a, Q, self.slot("velocity"))
         for x_, a_ in zip(x, a, strict=True):
             x_.copy_(a_)

@@ -56,8 +56,8 @@ class MTDAO(StateAveraging, Wrapper):
         outer_lr: eta of an outer Nesterov step on the averaged parameters; 1 with momentum 0 is the plain average.
         outer_momentum: mu; the paper's Nesterov baseline has eta 1 and mu 0.7.
         codec: what is sent; one for all states, or one by name ("param", "exp_avg", "exp_avg_sq", ...). By one that is not
-            exact, parameters are sent as differences with error feedback, momenta keep what it leaves out (sparse ones too as
-            differences, from what was agreed so far), and second moments, which must not become negative, travel in bfloat16.
+            exact, parameters are sent as differences with error feedback; by one that is not dense, momenta keep what it leaves
+            out, and second moments, which must not become negative, travel in bfloat16.
         policy: see `thinwire.algorithm.Policy`.
     """
 
@@ -101,6 +101,7 @@ class MTDAO(StateAveraging, Wrapper):
         beats, sent = self.beats(list(periods.values())), codecs["param"]
         super().__init__(inner, link, H=beats, codec=sent, slots=slots, settings=settings, **policy)
         self.make_inner_state()
+        self.replicated |= {name for name in slots if name.startswith("agreed_")}
         self.states = tuple(self._state(name, period, codecs[name]) for name, period in periods.items())
 
     def _state(self, name: str, period: Schedule, codec: Codec) -> State:

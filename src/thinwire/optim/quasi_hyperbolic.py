@@ -131,7 +131,7 @@ class QuasiHyperbolic(Optimizer):
         omegas: float | Sequence[float] | None = None,
         beta2: float | None = None,
         reset: bool = True,
-        lr_scale: float = 1.0,
+        lr_scale: float | None = None,
     ) -> None:
         """Change the time scales between two steps, as after a synchronous warm-up; the state stays where it is.
 
@@ -140,27 +140,27 @@ class QuasiHyperbolic(Optimizer):
             omegas: likewise.
             beta2: of the second moment, where there is one.
             reset: zero the momenta; their bias correction then begins anew.
-            lr_scale: multiplies whatever lr the groups are given from now on.
+            lr_scale: multiplies whatever lr the groups are given from now on; by default as before.
         """
-        for group in self.param_groups:
-            new = {"betas": group["betas"] if betas is None else _several(betas)}
-            new["omegas"] = group["omegas"] if omegas is None else _several(omegas)
-            new |= {"lr_scale": lr_scale, "warmup": 0}
-            if beta2 is not None and "beta2" in group:
-                new["beta2"] = beta2
-            if len(new["betas"]) != len(group["betas"]):
-                raise ConfigError(f"there are {len(group['betas'])} momenta, got betas for {len(new['betas'])}")
+        given = {"betas": betas, "omegas": omegas, "lr_scale": lr_scale, "beta2": beta2}
+        new: dict[str, Any] = {k: v for k, v in given.items() if v is not None} | {"warmup": 0}
+        new |= {k: _several(new[k]) for k in ("betas", "omegas") if k in new}
+        for group in self.param_groups:  # all of them before any is changed
+            if len(new.get("betas", group["betas"])) != len(group["betas"]):
+                raise ConfigError(f"there are {len(group['betas'])} momenta, got betas={new['betas']}")
             _check({**group, **new})
-            group.update(new)
-            self.defaults.update(new)  # of groups that are added later
+        self.defaults.update(new)  # of groups that are added later
+        for group in self.param_groups:
+            group.update({k: v for k, v in new.items() if k in group})
             if reset:
                 self._reset_momenta(group)
 
     def _reset_momenta(self, group: Mapping[str, Any]) -> None:
         for state in (self.state[p] for p in group["params"] if self.state[p]):
             state["step_of_reset"].copy_(state["step"])
-            for name in _momenta(len(group["betas"])):
+            for j, name in enumerate(_momenta(len(group["betas"]))):
                 state[name].zero_()
+                state["step_seen"][j] = 0
 
     def _step_group(self, group: dict[str, Any]) -> None:
         alike: dict[tuple[Any, ...], list[Tensor]] = {}
@@ -173,14 +173,19 @@ class QuasiHyperbolic(Optimizer):
             names = self.slots(p, group)
             if not state:
                 state["step"], state["step_of_reset"] = torch.tensor(0.0), torch.tensor(0.0)
+                # The sum of the weights that each moment has given to gradients so far, for bias corrections.
+                state["step_seen"] = torch.zeros(len(names), dtype=torch.float64)
                 wide = torch.promote_types(p.dtype, torch.float32)
                 state.update({name: torch.zeros_like(p, dtype=wide) for name in names})
             state["step"] += 1
             age = int(state["step"] - state["step_of_reset"])
-            alike.setdefault((int(state["step"]), age, tuple(names), p.dtype, p.device), []).append(p)
+            seen = tuple(state["step_seen"].tolist())
+            alike.setdefault((int(state["step"]), age, seen, tuple(names), p.dtype, p.device), []).append(p)
         warm = group["_taken"] <= group["warmup"]
-        for (step, age, names, *_), params in alike.items():
-            mix = Mix.of(group, warm=warm, age=age)
+        for (step, age, seen, names, *_), params in alike.items():
+            mix = Mix.of(group, warm=warm, age=age, seen=seen)
+            for p in params:
+                self.state[p]["step_seen"].copy_(torch.tensor(mix.seen, dtype=torch.float64))
             kernel = self.kernel(group, mix, step)
             x, g = [local(p) for p in params], [local(p.grad) for p in params if p.grad is not None]
             slots = [[local(self.state[p][name]) for p in params] for name in names]
@@ -204,7 +209,9 @@ class QuasiHyperbolic(Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         for key, p in zip(keys, params, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
-                if isinstance(value, Tensor) and value.shape == p.shape and not name.startswith("step"):
+                if name.startswith("step"):  # counts are exact, and stay on the CPU
+                    self.state[p][name] = torch.as_tensor(value).detach().to("cpu", copy=True)
+                elif isinstance(value, Tensor) and value.shape == p.shape:
                     self.state[p][name] = value.detach().to(p.device, torch.promote_types(p.dtype, torch.float32), copy=True)
         for group in self.param_groups:  # a JSON or a checkpoint reader may have made lists of them
             group["betas"], group["omegas"] = tuple(group["betas"]), tuple(group["omegas"])
@@ -215,27 +222,28 @@ class Mix:
 
     Args:
         lr: the step size.
-        betas: of the momenta, as they would be in an endless run.
+        betas: of the momenta at this step.
         omegas: their weights.
-        age: how many gradients the momenta have seen, this one included.
-        lives: see `QuasiHyperbolic`.
+        seen: the sum of the weights that each moment has given to gradients before this step, the momenta first.
+        beta2: of the second moment, where there is one.
     """
 
-    def __init__(self, lr: float, betas: Sequence[float], omegas: Sequence[float], age: int, lives: float = 0.0):
-        """Find the betas of this step, and how much of the zero that a momentum began with is left in it."""
-        self.lr, self.omegas = lr, omegas
-        self.betas = [_grown(b, age, lives) for b in betas]
-        # The product of all betas so far; where they grow, that of the first ones is next to nothing already.
-        self.empty = [math.prod(_grown(b, t, lives) for t in range(1, min(age, 64) + 1)) if lives else b**age for b in betas]
+    def __init__(self, lr: float, betas: Sequence[float], omegas: Sequence[float], seen: Sequence[float], beta2: float):
+        """Add this step's weights."""
+        self.lr, self.betas, self.omegas = lr, betas, omegas
+        self.seen = [s + (1 - b) * (1 - s) for s, b in zip(seen, [*betas, beta2], strict=False)]
         self.rest = max(0.0, 1 - math.fsum(omegas))  # of the raw gradient
 
     @classmethod
-    def of(cls, group: Mapping[str, Any], *, warm: bool, age: int) -> Mix:
-        """Of a group at a step."""
-        betas, omegas = group["betas"], group["omegas"]
+    def of(cls, group: Mapping[str, Any], *, warm: bool, age: int, seen: Sequence[float]) -> Mix:
+        """Of a group at a step; `age` counts the gradients that the momenta have seen, this one included."""
+        lr, betas, omegas = group["lr"] * group["lr_scale"], group["betas"], group["omegas"]
         if warm:
-            return cls(group["lr"], [group["warmup_beta"]] * len(betas), [1.0, *[0.0] * (len(betas) - 1)], age)
-        return cls(group["lr"] * group["lr_scale"], betas, omegas, age, group["lives"])
+            lr, betas = group["lr"], [group["warmup_beta"]] * len(betas)
+            omegas = [1.0, *[0.0] * (len(betas) - 1)]
+        elif group["lives"]:
+            betas = [min(b, 0.5 ** (group["lives"] / age)) for b in betas]  # half-lives of at most age / lives
+        return cls(lr, betas, omegas, seen, group.get("beta2", 0.0))
 
     def remember(self, momenta: Sequence[Tensors], g: Tensors) -> None:
         """u_j <- b_j u_j + (1 - b_j) g, all in place."""
@@ -244,16 +252,11 @@ class Mix:
 
     def parts(self, momenta: Sequence[Tensors], g: Tensors, *, unbiased: bool) -> Iterator[tuple[Tensors, float]]:
         """What the direction is a sum of: lists of tensors and their weights."""
-        for u, empty, w in zip(momenta, self.empty, self.omegas, strict=True):
+        for u, seen, w in zip(momenta, self.seen, self.omegas, strict=False):
             if w:
-                yield u, w / (1 - empty) if unbiased else w
+                yield u, w / seen if unbiased else w
         if self.rest > 1e-12:
             yield g, self.rest
-
-
-def _grown(beta: float, age: int, lives: float) -> float:
-    """The beta of a momentum of this age: its half-life is at most age / lives."""
-    return min(beta, 0.5 ** (lives / age)) if lives else beta
 
 
 class QHAdam(QuasiHyperbolic):
@@ -315,10 +318,10 @@ class QHAdam(QuasiHyperbolic):
         """The momenta and the second moment."""
         return [*super().slots(p, group), "exp_avg_sq"]
 
-    def kernel(self, group: Mapping[str, Any], mix: Mix, step: int) -> Callable[..., None]:
+    def kernel(self, group: Mapping[str, Any], mix: Mix, step: int) -> Callable[..., None]:  # noqa: ARG002
         """One step of QHAdam."""
         b2, eps = group["beta2"], group["eps"]
-        grown = math.sqrt(1 - b2**step)
+        grown = math.sqrt(mix.seen[-1])  # of v, which comes last
 
         def run(x: list[Tensor], g: list[Tensor], *slots: list[Tensor]) -> None:
             *momenta, v = slots

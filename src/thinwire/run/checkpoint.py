@@ -143,6 +143,11 @@ def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link, *, grou
     reshard(model)
     description = _read_description(path, optimizer)
     same_world = description["workers"] == link.size
+    if not same_world and 0 in description["groups"][0].get("sick", []) and optimizer.newcomer_takes("param"):
+        raise CheckpointError(
+            f"the first worker's numbers were bad when {path} was written, so others cannot start from it: resume with the "
+            f"{description['workers']} workers that wrote it, which heal it, or from another checkpoint"
+        )
     stored = _read_metadata(path)
     names = _parameter_names(model, optimizer)
     parameters = dict(model.named_parameters())

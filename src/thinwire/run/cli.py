@@ -217,7 +217,7 @@ def _rehearse(config: RunConfig) -> None:
     device_of(config)
     task = task_of(config, config.workers or 2)
     try:
-        optimizer_of(config, torch.nn.Linear(2, 2), SoloLink())
+        optimizer_of(config, torch.nn.Linear(2, 2), SoloLink()).check_total(config.steps)
     except ValueError as error:  # torch's own, too
         raise ConfigError(str(error)) from error
     if config.shards > 1:

@@ -70,16 +70,17 @@ class RunConfig:
     """Inner optimizer, where there is one: adamw (betas 0.9, 0.95), adam, sgd, momentum (SGD, Nesterov momentum 0.9), muon (of
     matrices, adamw of the rest), with slow momenta qhadam, qhadopt, qhm, qhmuon, or low-rank (LoRDO's on one worker). By
     default adamw, and qhadam for mt-dao."""
-    betas: tuple[float, ...] | None = None
+    qh_betas: tuple[float, ...] | None = None
     """Of the momenta of qhadam and its kin; by default one that suits the period, see `thinwire beta`."""
-    omegas: tuple[float, ...] | None = None
+    qh_omegas: tuple[float, ...] | None = None
     """Weights of those momenta, by default 0.95 for one; what is missing to 1 is the weight of the raw gradient."""
-    lives: float = 0.0
-    """Let those momenta grow slow with the run: at step t a half-life is at most t / lives; 0 has them slow from the start."""
+    qh_lives: float = 0.0
+    """Let those momenta grow slow with the run: at step t a half-life is at most t / qh-lives; 0 has them slow at once."""
     beta2: float | None = None
-    """Of the second moment; by default 0.95, of qhadopt 0.9999."""
+    """Of the second moment; by default 0.95 and for slow momenta at least the square of their beta, of adam 0.999, of qhadopt
+    0.9999."""
     qh_warmup: int | None = None
-    """Steps that qhadam and its kin take as their plain cousins (beta 0.9, omega 1) before they switch to betas and omegas; by
+    """Steps that qhadam and its kin take as their plain cousins (beta 0.9, omega 1) before they switch to slow ones; by
     default those of the warm start."""
     qh_lr_scale: float = 1.0
     """Multiplies the learning rate after that switch."""
@@ -127,7 +128,7 @@ class RunConfig:
         for name in ("lr_warmup", "eval_every", "seed", "warm_start", "qh_warmup"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name.replace('_', '-')} must be at least 0, got {getattr(self, name)!r}")
-        for name in ("weight_decay", "clip_norm", "lives"):
+        for name in ("weight_decay", "clip_norm", "qh_lives"):
             check_not_negative(name.replace("_", "-"), getattr(self, name))
 
     def lr_at(self, step: int) -> float:

@@ -26,12 +26,12 @@ def inner_of(name: str, model: nn.Module, config: RunConfig, *, K: int) -> Optim
     if name in _SLOW:
         return _SLOW[name](model.parameters(), **_slow_settings(name, config, K))
     if name == "low-rank":
-        beta, omega = (config.betas or (0.9,))[0], (config.omegas or (0.97,))[0]
+        beta, omega = (config.qh_betas or (0.9,))[0], (config.qh_omegas or (0.97,))[0]
         settings: dict[str, Any] = {"H": K, "betas": (beta, _beta2(config)), "omega": omega}
         return LowRankAdam(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, **settings)
-    for setting in ("betas", "omegas"):
-        if getattr(config, setting) is not None:
-            raise ConfigError(f"{setting} is a setting of {', '.join(_SLOW)}, and the inner optimizer is {name}")
+    refuse_slow_settings(config, name)
+    if config.beta2 is not None and name in ("sgd", "momentum"):
+        raise ConfigError(f"beta2 is of a second moment, which {name} does not have, got {config.beta2!r}")
     if name == "muon":
         return _muon(model, config)
     return _PLAIN[name](model.parameters(), config)
@@ -53,15 +53,26 @@ _SLOW: dict[str, Callable[..., Optimizer]] = {"qhadam": QHAdam, "qhadopt": QHADO
 
 def _slow_settings(name: str, config: RunConfig, K: int) -> dict[str, Any]:
     warmup = config.warm_start if config.qh_warmup is None else config.qh_warmup
-    betas = config.betas or (propose_beta(K, steps=max(1, config.steps - warmup)).beta,)
-    omegas = config.omegas or ((0.95,) if len(betas) == 1 else None)
+    betas = config.qh_betas or (propose_beta(K, steps=max(1, config.steps - warmup)).beta,)
+    omegas = config.qh_omegas or ((0.95,) if len(betas) == 1 else None)
     if omegas is None:
-        raise ConfigError(f"omegas must be given with betas={betas}: one weight for each momentum")
+        raise ConfigError(f"qh-omegas must be given with qh-betas={betas}: one weight for each momentum")
     settings = {"lr": config.lr, "betas": betas, "omegas": omegas, "weight_decay": config.weight_decay}
-    settings |= {"lives": config.lives, "warmup": warmup, "lr_scale": config.qh_lr_scale}
+    settings |= {"lives": config.qh_lives, "warmup": warmup, "lr_scale": config.qh_lr_scale}
     if name != "qhm":
-        settings["beta2"] = _beta2(config) if name != "qhadopt" or config.beta2 is not None else 0.9999
+        # A second moment must not forget a large gradient before the momentum does.
+        fitting = 0.9999 if name == "qhadopt" else max(0.95, max(betas) ** 2)
+        settings["beta2"] = fitting if config.beta2 is None else config.beta2
     return settings
+
+
+def refuse_slow_settings(config: RunConfig, name: str) -> None:
+    """Raise a `ConfigError` where a run has settings of slow momenta and `name` has none."""
+    plain = RunConfig()
+    for setting in ("qh_betas", "qh_omegas", "qh_lives", "qh_warmup", "qh_lr_scale"):
+        if (value := getattr(config, setting)) != getattr(plain, setting):
+            flag = setting.replace("_", "-")
+            raise ConfigError(f"{flag} is a setting of {', '.join(_SLOW)}, not of {name}, got {value!r}")
 
 
 def _beta2(config: RunConfig) -> float:

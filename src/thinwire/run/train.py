@@ -24,7 +24,7 @@ from thinwire.links.ddp import MeteredDDP
 from thinwire.payload import Payload
 from thinwire.run import checkpoint
 from thinwire.run.config import RunConfig, resolve_algorithm
-from thinwire.run.inner import inner_of
+from thinwire.run.inner import inner_of, refuse_slow_settings
 from thinwire.tasks import make_task
 from thinwire.tasks.task import Task
 from thinwire.wrapper import Wrapper
@@ -175,6 +175,14 @@ class Trainer:
         self.optimizer.take_over(before)
         self.optimizer.check_total(self.config.steps)
 
+    def _be_at(self, step: int) -> None:
+        """Have the optimizer that a checkpoint of this step was written with: that of the warm start, or the method's."""
+        warm = step < self.config.warm_start
+        if warm and not self.warm:
+            self.optimizer, self.warm = warm_optimizer_of(self.config, self.model, self.link), True
+        elif self.warm and not warm:
+            self._end_warm_start()
+
     def _refuse(self, culprits: list[int]) -> None:
         """What the finite gate does for every other method: DDP has averaged a NaN, so nobody takes this step."""
         names = ", ".join(f"rank {r}" for r in culprits)
@@ -208,8 +216,8 @@ class Trainer:
         notes = []
         while True:  # a damaged one is passed over for the one before it
             path = saved.pop()
-            if self.warm and checkpoint.step_of(path) >= self.config.warm_start:
-                self._end_warm_start()
+            if self.config.warm_start and not self.ddp:
+                self._be_at(checkpoint.step_of(path))
             try:
                 resumed = checkpoint.load(path, self.model, self.optimizer, self.link)
                 break
@@ -269,12 +277,14 @@ def _inner_for(config: RunConfig, model: nn.Module) -> Optimizer | None:
     name, fixed = resolve_algorithm(config.algorithm, found())
     cls = found()[name]
     if not issubclass(cls, Wrapper):
+        refuse_slow_settings(config, config.algorithm)
+        if config.inner is not None:
+            raise ConfigError(f"{config.algorithm} is an optimizer itself and has no inner one, got --inner {config.inner}")
         return None
     settings = {**fixed, **config.settings}
     H = inspect.signature(cls.__init__).parameters.get("H")
-    return inner_of(
-        config.inner or settings.get("inner", cls.usual_inner), model, config, K=settings.get("H", H.default if H else 32)
-    )
+    K = settings.get("K_u") or settings.get("H", H.default if H else 32)
+    return inner_of(config.inner or settings.get("inner", cls.usual_inner), model, config, K=K)
 
 
 def optimizer_of(config: RunConfig, model: nn.Module, link: Link, *, inner: Optimizer | None = None) -> Algorithm:
@@ -293,6 +303,7 @@ def optimizer_of(config: RunConfig, model: nn.Module, link: Link, *, inner: Opti
         settings["clip_norm"] = config.clip_norm
     if issubclass(cls, Wrapper):
         return make(inner or _inner_for(config, model), link, **settings)
+    _inner_for(config, model)  # refuses settings of an inner optimizer
     known = inspect.signature(cls.__init__).parameters
     own = {"lr": config.lr, "weight_decay": config.weight_decay}
     return make(model.parameters(), link, **{k: v for k, v in own.items() if k in known}, **settings)

@@ -55,7 +55,7 @@ class Several(StateAveraging):
             slots |= {"anchor": "param", "residual": "zeros", "velocity": "zeros"}
         policy = {"alarm_every": 1} | policy
         params = [nn.Parameter(t) for t in noise(77)]
-        super().__init__(params, link, H=self.beats(periods), codec=codecs[0], slots=slots, **policy)
+        super().__init__(params, link, H=Periods(tuple(periods)), codec=codecs[0], slots=slots, **policy)
         anchor, residual = (functools.partial(self.slot, k) if anchored else None for k in ("anchor", "residual"))
         step = None if outer is None else lambda a, D: outer.step(a, D, self.slot("velocity"), along=True)
         lossy = [feedback and not isinstance(c, Dense) for c in codecs]

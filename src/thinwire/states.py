@@ -33,7 +33,7 @@ from thinwire.codecs import Codec, Dense, Parts
 from thinwire.codecs.base import check_codec
 from thinwire.errors import ConfigError, NonFiniteRound, RoundAborted
 from thinwire.exchange import message_nbytes
-from thinwire.schedules import Periods, Schedule, as_schedule
+from thinwire.schedules import Schedule, as_schedule
 
 Tensors = Callable[[], list[Tensor]]  # asked anew in every round: loading a checkpoint may have put others in their place
 
@@ -201,11 +201,6 @@ class StateAveraging(Algorithm):
         if "anchor" in self._slots:
             return super().evaluated
         return "worker 0's own, which is everybody's right after an average of the parameters"
-
-    @staticmethod
-    def beats(periods: Sequence[int | Schedule]) -> Periods:
-        """The schedule of states with these periods."""
-        return Periods(tuple(periods))  # type: ignore[arg-type]
 
     def due_states(self) -> Due:
         """The states of this round."""

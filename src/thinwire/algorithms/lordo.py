@@ -25,7 +25,7 @@ from thinwire.algorithm import Policy, Start, log, overwrite
 from thinwire.codecs import Codec, Dense
 from thinwire.links.base import Link
 from thinwire.links.mesh import shard_of
-from thinwire.schedules import Schedule
+from thinwire.schedules import Periods, Schedule
 from thinwire.states import State, StateAveraging, state_codecs, state_periods
 
 
@@ -90,7 +90,7 @@ class LoRDO(StateAveraging):
         self.clip_norm, self.qh, self.rotate, self.projection = clip_norm, qh, rotate, projection
         self.replicated = self.replicated if projection == "global" else frozenset({"anchor"})
         periods = state_periods(low_rank.MOMENTS if projection == "global" else (), H, K_u, K_v)
-        codecs, beats = state_codecs(list(periods), codec), self.beats(list(periods.values()))
+        codecs, beats = state_codecs(list(periods), codec), Periods(tuple(periods.values()))
         group = {"lr": lr, "rank": rank, "omega": omega, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         settings = {**group, "H": H, "K_u": K_u, "K_v": K_v, "clip_norm": clip_norm, "qh": qh, "feedback": feedback}
         settings |= {"rotate": rotate, "projection": projection, "codecs": {k: repr(c) for k, c in codecs.items()}}

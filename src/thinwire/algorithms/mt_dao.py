@@ -31,7 +31,7 @@ from thinwire.codecs import Codec, Dense
 from thinwire.errors import check_not_negative
 from thinwire.links.base import Link
 from thinwire.links.shards import local
-from thinwire.schedules import Schedule
+from thinwire.schedules import Periods, Schedule
 from thinwire.states import Nesterov, State, StateAveraging, state_codecs, state_periods
 from thinwire.wrapper import Wrapper, inner_keys
 
@@ -98,7 +98,7 @@ class MTDAO(StateAveraging, Wrapper):
         slots |= {f"agreed_{name}": "zeros" for name, c in codecs.items() if name != "param" and c.sparse}
         settings = {"H": H, "K_u": K_u, "K_v": K_v, "clip_norm": clip_norm, "clip_value": clip_value}
         settings |= {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "codecs": {k: repr(c) for k, c in codecs.items()}}
-        beats, sent = self.beats(list(periods.values())), codecs["param"]
+        beats, sent = Periods(tuple(periods.values())), codecs["param"]
         super().__init__(inner, link, H=beats, codec=sent, slots=slots, settings=settings, **policy)
         self.make_inner_state()
         self.replicated |= {name for name in slots if name.startswith("agreed_")}

@@ -2,6 +2,6 @@
 
 from thinwire.optim.low_rank_adam import LowRankAdam
 from thinwire.optim.propose import BetaProposal, propose_beta
-from thinwire.optim.quasi_hyperbolic import QHADOPT, QHM, QHAdam, QHMuon, QuasiHyperbolic
+from thinwire.optim.quasi_hyperbolic import QHADOPT, QHM, Common, QHAdam, QHMuon, QuasiHyperbolic
 
-__all__ = ["QHADOPT", "QHM", "BetaProposal", "LowRankAdam", "QHAdam", "QHMuon", "QuasiHyperbolic", "propose_beta"]
+__all__ = ["QHADOPT", "QHM", "BetaProposal", "Common", "LowRankAdam", "QHAdam", "QHMuon", "QuasiHyperbolic", "propose_beta"]

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from thinwire import low_rank
 from thinwire.errors import check_whole_number
 from thinwire.links.mesh import shard_of
+from thinwire.optim.quasi_hyperbolic import keep_widths
 
 
 class LowRankAdam(Optimizer):
@@ -109,11 +110,6 @@ class LowRankAdam(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As in torch, but the state keeps its width: torch casts it to the parameters' dtype."""
         super().load_state_dict(dict(state_dict))
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        for key, p in zip(keys, params, strict=True):
-            for name, value in state_dict["state"].get(key, {}).items():
-                if name != "step":
-                    self.state[p][name] = value.detach().to(p.device, copy=True)
+        keep_widths(self, state_dict)
         for group in self.param_groups:  # a JSON or a checkpoint reader may have made a list of them
             group["betas"] = tuple(group["betas"])

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -35,6 +35,31 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 _PIECE = 1 << 16  # elements; five tensors of it in float32 are 1.3 MB, which the second-level cache of a core holds
 
 
+class Common(TypedDict, total=False):
+    """What all quasi-hyperbolic optimizers take besides; keyword arguments of each.
+
+    Attributes:
+        lives: let a momentum grow slow with the run: at its age of t steps its half-life is at most t / lives, until it is that
+            of its beta; 0 has it slow from the start. A momentum that is slow when directions still change fast costs much.
+        weight_decay: decoupled: x <- x (1 - lr wd) first.
+        warmup: so many first steps are taken with one plain momentum (beta `warmup_beta`, weight 1); then come `betas` and
+            `omegas`. The recipe of the authors of MT-DAO, who warm up synchronously.
+        warmup_beta: the momentum's decay during the warm-up.
+        reset: zero the momenta after the warm-up.
+        lr_scale: multiplies lr after the warm-up.
+    """
+
+    lives: float
+    weight_decay: float
+    warmup: int
+    warmup_beta: float
+    reset: bool
+    lr_scale: float
+
+
+_USUAL: Common = {"lives": 0.0, "weight_decay": 0.0, "warmup": 0, "warmup_beta": 0.9, "reset": True, "lr_scale": 1.0}
+
+
 class QuasiHyperbolic(Optimizer):
     """Base of the quasi-hyperbolic optimizers: settings, state, the switch after a warm-up, and pieces that stay in cache.
 
@@ -43,14 +68,7 @@ class QuasiHyperbolic(Optimizer):
         lr: learning rate.
         betas: decay of each momentum, one number or several.
         omegas: weight of each momentum; what is missing to 1 is the weight of the raw gradient.
-        lives: let a momentum grow slow with the run: at its age of t steps its half-life is at most t / lives, until it is that
-            of its beta; 0 has it slow from the start. A momentum that is slow when directions still change fast costs much.
-        weight_decay: decoupled: x <- x (1 - lr wd) first.
-        warmup: so many first steps are taken with one plain momentum (beta `warmup_beta`, weight 1); then come `betas` and
-            `omegas`. The recipe of the authors of MT-DAO, who warm up synchronously.
-        warmup_beta: the momentum's decay during the warm-up.
-        reset: zero the momenta after the warm-up.
-        lr_scale: multiplies lr after the warm-up; the mixed direction is less noisy and bears 2 to 4 times Adam's.
+        common: see `Common`.
         own: further settings of the subclass.
     """
 
@@ -61,28 +79,14 @@ class QuasiHyperbolic(Optimizer):
         lr: float,
         betas: float | Sequence[float],
         omegas: float | Sequence[float],
-        lives: float,
-        weight_decay: float,
-        warmup: int,
-        warmup_beta: float,
-        reset: bool,
-        lr_scale: float,
+        common: Common,
         **own: Any,
     ):
         """Check the settings; state is made at the first step, as in torch's own."""
-        defaults = {
-            "lr": lr,
-            "betas": _several(betas),
-            "omegas": _several(omegas),
-            "lives": lives,
-            "weight_decay": weight_decay,
-            "warmup": warmup,
-            "warmup_beta": warmup_beta,
-            "reset": reset,
-            "lr_scale": lr_scale,
-            "_taken": 0,  # not a setting: a worker that skips a step has taken fewer
-            **own,
-        }
+        if unknown := sorted(set(common) - set(_USUAL)):
+            raise TypeError(f"{type(self).__name__} takes no argument {unknown[0]!r}")
+        named = {"lr": lr, "betas": _several(betas), "omegas": _several(omegas), **_USUAL, **common, **own}
+        defaults = {**named, "_taken": 0}  # no setting: a worker that skips a step has taken fewer
         super().__init__(params, defaults)
 
     # What a subclass writes.
@@ -184,8 +188,9 @@ class QuasiHyperbolic(Optimizer):
         warm = group["_taken"] <= group["warmup"]
         for (step, age, seen, names, *_), params in alike.items():
             mix = Mix.of(group, warm=warm, age=age, seen=seen)
+            now = torch.tensor(mix.seen, dtype=torch.float64)
             for p in params:
-                self.state[p]["step_seen"].copy_(torch.tensor(mix.seen, dtype=torch.float64))
+                self.state[p]["step_seen"].copy_(now)
             kernel = self.kernel(group, mix, step)
             x, g = [local(p) for p in params], [local(p.grad) for p in params if p.grad is not None]
             slots = [[local(self.state[p][name]) for p in params] for name in names]
@@ -205,14 +210,7 @@ class QuasiHyperbolic(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As in torch, but the moments keep their width: torch casts them to the parameters' dtype."""
         super().load_state_dict(dict(state_dict))
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        for key, p in zip(keys, params, strict=True):
-            for name, value in state_dict["state"].get(key, {}).items():
-                if name.startswith("step"):  # counts are exact, and stay on the CPU
-                    self.state[p][name] = torch.as_tensor(value).detach().to("cpu", copy=True)
-                elif isinstance(value, Tensor) and value.shape == p.shape:
-                    self.state[p][name] = value.detach().to(p.device, torch.promote_types(p.dtype, torch.float32), copy=True)
+        keep_widths(self, state_dict)
         for group in self.param_groups:  # a JSON or a checkpoint reader may have made lists of them
             group["betas"], group["omegas"] = tuple(group["betas"]), tuple(group["omegas"])
 
@@ -274,12 +272,7 @@ class QHAdam(QuasiHyperbolic):
         omegas: weight of each momentum; 1 with one momentum is AdamW.
         beta2: decay of the second moment.
         eps: added to its root.
-        lives: see `QuasiHyperbolic`.
-        weight_decay: see `QuasiHyperbolic`.
-        warmup: see `QuasiHyperbolic`.
-        warmup_beta: see `QuasiHyperbolic`.
-        reset: see `QuasiHyperbolic`.
-        lr_scale: see `QuasiHyperbolic`.
+        common: see `Common`.
     """
 
     def __init__(
@@ -291,28 +284,10 @@ class QHAdam(QuasiHyperbolic):
         omegas: float | Sequence[float] = 0.95,
         beta2: float = 0.999,
         eps: float = 1e-8,
-        lives: float = 0.0,
-        weight_decay: float = 0.0,
-        warmup: int = 0,
-        warmup_beta: float = 0.9,
-        reset: bool = True,
-        lr_scale: float = 1.0,
+        **common: Unpack[Common],
     ):
         """Check the settings."""
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            omegas=omegas,
-            lives=lives,
-            weight_decay=weight_decay,
-            warmup=warmup,
-            warmup_beta=warmup_beta,
-            reset=reset,
-            lr_scale=lr_scale,
-            beta2=beta2,
-            eps=eps,
-        )
+        super().__init__(params, lr=lr, betas=betas, omegas=omegas, common=common, beta2=beta2, eps=eps)
 
     def slots(self, p: Tensor, group: Mapping[str, Any]) -> list[str]:
         """The momenta and the second moment."""
@@ -346,12 +321,7 @@ class QHADOPT(QuasiHyperbolic):
         omegas: weight of each momentum; 1 with one momentum is ADOPT.
         beta2: decay of the second moment.
         eps: least root of it.
-        lives: see `QuasiHyperbolic`.
-        weight_decay: see `QuasiHyperbolic`.
-        warmup: see `QuasiHyperbolic`.
-        warmup_beta: see `QuasiHyperbolic`.
-        reset: see `QuasiHyperbolic`.
-        lr_scale: see `QuasiHyperbolic`.
+        common: see `Common`.
     """
 
     def __init__(
@@ -363,28 +333,10 @@ class QHADOPT(QuasiHyperbolic):
         omegas: float | Sequence[float] = 0.95,
         beta2: float = 0.9999,
         eps: float = 1e-6,
-        lives: float = 0.0,
-        weight_decay: float = 0.0,
-        warmup: int = 0,
-        warmup_beta: float = 0.9,
-        reset: bool = True,
-        lr_scale: float = 1.0,
+        **common: Unpack[Common],
     ):
         """Check the settings."""
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            omegas=omegas,
-            lives=lives,
-            weight_decay=weight_decay,
-            warmup=warmup,
-            warmup_beta=warmup_beta,
-            reset=reset,
-            lr_scale=lr_scale,
-            beta2=beta2,
-            eps=eps,
-        )
+        super().__init__(params, lr=lr, betas=betas, omegas=omegas, common=common, beta2=beta2, eps=eps)
 
     def slots(self, p: Tensor, group: Mapping[str, Any]) -> list[str]:
         """The momenta and the second moment."""
@@ -424,12 +376,7 @@ class QHM(QuasiHyperbolic):
         lr: learning rate.
         betas: decay of each momentum.
         omegas: weight of each momentum.
-        lives: see `QuasiHyperbolic`.
-        weight_decay: see `QuasiHyperbolic`.
-        warmup: see `QuasiHyperbolic`.
-        warmup_beta: see `QuasiHyperbolic`.
-        reset: see `QuasiHyperbolic`.
-        lr_scale: see `QuasiHyperbolic`.
+        common: see `Common`.
     """
 
     def __init__(
@@ -439,26 +386,10 @@ class QHM(QuasiHyperbolic):
         *,
         betas: float | Sequence[float] = 0.999,
         omegas: float | Sequence[float] = 0.7,
-        lives: float = 0.0,
-        weight_decay: float = 0.0,
-        warmup: int = 0,
-        warmup_beta: float = 0.9,
-        reset: bool = True,
-        lr_scale: float = 1.0,
+        **common: Unpack[Common],
     ):
         """Check the settings."""
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            omegas=omegas,
-            lives=lives,
-            weight_decay=weight_decay,
-            warmup=warmup,
-            warmup_beta=warmup_beta,
-            reset=reset,
-            lr_scale=lr_scale,
-        )
+        super().__init__(params, lr=lr, betas=betas, omegas=omegas, common=common)
 
     def kernel(self, group: Mapping[str, Any], mix: Mix, step: int) -> Callable[..., None]:  # noqa: ARG002
         """One step of QHM."""
@@ -486,12 +417,7 @@ class QHMuon(QHAdam):
         matrices: orthogonalise parameters of two or more dimensions.
         beta2: of QHAdam.
         eps: of QHAdam.
-        lives: see `QuasiHyperbolic`.
-        weight_decay: see `QuasiHyperbolic`.
-        warmup: see `QuasiHyperbolic`.
-        warmup_beta: see `QuasiHyperbolic`.
-        reset: see `QuasiHyperbolic`.
-        lr_scale: see `QuasiHyperbolic`.
+        common: see `Common`.
     """
 
     def __init__(
@@ -505,31 +431,11 @@ class QHMuon(QHAdam):
         matrices: bool = True,
         beta2: float = 0.999,
         eps: float = 1e-8,
-        lives: float = 0.0,
-        weight_decay: float = 0.0,
-        warmup: int = 0,
-        warmup_beta: float = 0.9,
-        reset: bool = True,
-        lr_scale: float = 1.0,
+        **common: Unpack[Common],
     ):
         """Check the settings."""
-        QuasiHyperbolic.__init__(
-            self,
-            params,
-            lr=lr,
-            betas=betas,
-            omegas=omegas,
-            lives=lives,
-            weight_decay=weight_decay,
-            warmup=warmup,
-            warmup_beta=warmup_beta,
-            reset=reset,
-            lr_scale=lr_scale,
-            beta2=beta2,
-            eps=eps,
-            nesterov=nesterov,
-            matrices=matrices,
-        )
+        own = {"beta2": beta2, "eps": eps, "nesterov": nesterov, "matrices": matrices}
+        QuasiHyperbolic.__init__(self, params, lr=lr, betas=betas, omegas=omegas, common=common, **own)
 
     def slots(self, p: Tensor, group: Mapping[str, Any]) -> list[str]:
         """The momenta, and the second moment of what is no matrix."""
@@ -561,6 +467,19 @@ class QHMuon(QHAdam):
                 x_.sub_(orthogonalised(d), alpha=mix.lr)
 
         return run
+
+
+def keep_widths(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Put the state of a state dict in as it is, after torch has loaded it and cast it to the parameters' dtype.
+
+    Counts, whose names begin with "step", stay on the CPU.
+    """
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for key, p in zip(keys, params, strict=True):
+        for name, value in state_dict["state"].get(key, {}).items():
+            where = "cpu" if name.startswith("step") else p.device
+            optimizer.state[p][name] = torch.as_tensor(value).detach().to(where, copy=True)
 
 
 def in_cache(columns: Sequence[list[Tensor]], *, whole: bool = False) -> Iterator[list[list[Tensor]]]:

@@ -245,13 +245,13 @@ ADAMW: dict[str, Any] = {"inner": "adamw"}
 
 
 def _clocks(run: dict[str, Any], slow: dict[str, Any], lrs: list[float], length: dict[str, Any]) -> list[Arm]:
-    """The methods with several clocks and their baselines, each tuned over as many points: three, from scratch two.
+    """The methods with several clocks and their baselines, each tuned over as many points: three.
 
-    Where the best of three was the last of its row, one more was tried. From scratch there is one seed.
+    Where the best of three was the last of its row, one more was tried. From scratch the arms of the last row have one point.
     """
     warm = run is WARM
-    seeds, more = (SEEDS, [2.8e-3]) if warm else (SEEDS[:1], [])
-    grid, longer, one = {"lr": lrs}, {"lr": [*lrs, *more]}, {"lr": lrs if warm else lrs[1:2]}
+    more = [2.8e-3] if warm else []
+    seeds, grid, longer, one = SEEDS, {"lr": lrs}, {"lr": [*lrs, *more]}, {"lr": lrs if warm else lrs[1:2]}
     plain, desloc = {**run, **ADAMW}, {**K, "K_u": 96, "K_v": 192}
     outer = {"lr": lrs[1:2], "outer_lr": [0.7], "outer_momentum": [0.3, 0.5, 0.8, 0.9] if warm else [0.5, 0.8]}
     return [
@@ -264,7 +264,7 @@ def _clocks(run: dict[str, Any], slow: dict[str, Any], lrs: list[float], length:
     ]
 
 
-CLOCKS = _clocks(SCRATCH, SLOW, [1.4e-3, 2e-3], CLOCKED)
+CLOCKS = _clocks(SCRATCH, SLOW, [1.4e-3, 2e-3, 2.8e-3], CLOCKED)
 WARM_CLOCKS = _clocks(WARM, SLOWER, [1e-3, 1.4e-3, 2e-3], LONGER)
 
 
@@ -309,26 +309,35 @@ LORDO = [
     ),
 ]
 
-BEST_OUTER = {"lr": [2e-3], "outer_lr": [0.7], "outer_momentum": [0.5]}
+BEST_OUTER = {"lr": [2e-3], "outer_lr": [0.7], "outer_momentum": [0.5]}  # from scratch, of DiLoCo
+WARM_OUTER = {"lr": [1.4e-3], "outer_lr": [0.7], "outer_momentum": [0.9]}  # after a warm start, likewise
+
+
+def _streaming(name: str, tau: int, wire: str | None = None, *, warm: bool = False, **settings: float) -> Arm:
+    """Streaming DiLoCo in four fragments at the outer settings that were best for DiLoCo."""
+    settings = {**K, "fragments": 4, "tau": tau, **settings}
+    run, grid, length = (WARM, WARM_OUTER, LONGER) if warm else (SCRATCH, BEST_OUTER, SHORTER)
+    name = f"Streaming DiLoCo {name}"
+    return Arm(name, "gpt-nano", "streaming-diloco", wire, settings, grid, (0,), run={**run, **ADAMW}, **length)
+
+
 STREAMING = [
-    Arm(
-        f"Streaming DiLoCo {name}",
-        "gpt-nano",
-        "streaming-diloco",
-        wire,
-        {**K, "fragments": 4, "tau": tau},
-        BEST_OUTER,
-        (0,),
-        run={**SCRATCH, **ADAMW},
-        **SHORTER,
-    )
-    for name, tau, wire in [
-        ("tau=0", 0, None),
-        ("tau=1", 1, None),
-        ("tau=5", 5, None),
-        ("tau=1 fp4", 1, "fp4"),
-        ("tau=1 2-bit", 1, "2-bit"),
-    ]
+    _streaming("tau=0", 0),
+    _streaming("tau=1", 1),
+    _streaming("tau=5", 5),
+    _streaming("tau=1 alpha=0", 1, alpha=0.0),
+    _streaming("tau=5 alpha=0", 5, alpha=0.0),
+    _streaming("tau=1 fp4", 1, "fp4"),
+    _streaming("tau=1 2-bit", 1, "2-bit"),
+]
+WARM_STREAMING = [
+    _streaming("tau=0", 0, warm=True),
+    _streaming("tau=1", 1, warm=True),
+    _streaming("tau=2", 2, warm=True),
+    _streaming("tau=5", 5, warm=True),
+    _streaming("tau=1 alpha=0", 1, warm=True, alpha=0.0),
+    _streaming("tau=5 alpha=0", 5, warm=True, alpha=0.0),
+    _streaming("tau=1 fp4", 1, "fp4", warm=True),
 ]
 
 PARTS = {
@@ -342,4 +351,5 @@ PARTS = {
     "wires": WIRES,
     "lordo": LORDO,
     "streaming": STREAMING,
+    "warm-streaming": WARM_STREAMING,
 }

@@ -149,7 +149,7 @@ def test_metrics_after_the_resumed_step_are_dropped_and_a_torn_line_too(tmp_path
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')
     metrics = MetricsFile(path, after=2)
-    metrics(Progress(step=3, loss=0.5, seconds=1.0, items=1, sent=0, received=0, rounds=0, waiting=0.0))
+    metrics(Progress(step=3, loss=0.5, seconds=1.0, items=1, sent=0, received=0, payload=0, rounds=0, waiting=0.0))
     metrics.close()
     lines = path.read_text().splitlines()
     assert lines[:2] == ['{"step": 1}', '{"step": 2}']

@@ -21,8 +21,10 @@ from thinwire.errors import ConfigError, check_not_negative, check_whole_number
 
 # Names of the command line that stand for an algorithm with some of its settings fixed; "wire" is what it sends by default, and
 # "inner" its inner optimizer.
+ALONE = "alone"
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("data-parallel", {}),
+    ALONE: ("data-parallel", {}),  # around a wire of one worker
     "local-adam": ("mt-dao", {"inner": "adamw"}),
     "des-loc": ("mt-dao", {"inner": "adamw", "H": 256, "K_u": 768, "K_v": 1536}),
     "local-adam-nesterov": ("mt-dao", {"inner": "adamw", "outer_momentum": 0.7}),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.network import show_bytes
-from thinwire.run.config import write_whole
+from thinwire.run.config import ALONE, write_whole
 from thinwire.run.train import Progress, Trainer
 
 
@@ -29,7 +29,7 @@ def summarise(trainer: Trainer, progress: Progress, **more: Any) -> dict[str, An
         "unit": trainer.task.unit,
         **progress.record(),
         "aborted_rounds": trainer.optimizer.aborted_rounds,
-        "evaluated": trainer.optimizer.evaluated,
+        "evaluated": "worker 0's model" if config.algorithm == ALONE else trainer.optimizer.evaluated,
         **more,
     }
 
@@ -54,7 +54,7 @@ def show_summary(folder: Path) -> None:
     """Tell a person how the run in `folder` ended."""
     figures = read_summary(folder)
     sent, seconds = figures["sent"], figures["seconds"]
-    less = ddp_bytes(figures) / sent if sent else float("inf")
+    less = ddp_bytes(figures) / sent if sent else 0.0
     metric = f", accuracy {figures['val_accuracy']:.4f}" if "val_accuracy" in figures else ""
     done = f"after {_counted(figures['step'], 'step')} on {_counted(figures['workers'], 'worker')}"
     print(f"validation loss {figures['val_loss']:.4f}{metric} {done}")

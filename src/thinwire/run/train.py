@@ -23,7 +23,7 @@ from thinwire.links import Link, Metered, SoloLink, TorchLink
 from thinwire.links.ddp import MeteredDDP
 from thinwire.payload import Payload
 from thinwire.run import checkpoint
-from thinwire.run.config import RunConfig, resolve_algorithm
+from thinwire.run.config import ALONE, RunConfig, resolve_algorithm
 from thinwire.run.inner import inner_of, refuse_slow_settings
 from thinwire.tasks import make_task
 from thinwire.tasks.task import Task
@@ -43,6 +43,7 @@ class Progress:
         items: tokens, images or samples that all workers together have seen.
         sent: bytes that this worker has sent.
         received: bytes that it has received.
+        payload: bytes of its own messages, before a ring or a gather multiplies them.
         rounds: exchanges so far.
         waiting: seconds of `seconds` that it spent waiting on the wire.
         validation: figures of the shared model, where it was evaluated after this step; with `drift`, how far the workers'
@@ -55,6 +56,7 @@ class Progress:
     items: int
     sent: int
     received: int
+    payload: int
     rounds: int
     waiting: float
     validation: dict[str, float] | None = None
@@ -104,9 +106,10 @@ class Trainer:
             self.ddp = MeteredDDP(self.model, self.link)
             self.ddp.rehearse(lambda model: self.task.loss(model, self.task.batch(self.link.rank, 1)))
         own = replace(config, clip_norm=0.0) if self.ddp else config  # gradients are averaged before the optimizer sees them
-        wire = SoloLink() if self.ddp else self.link
+        # DDP exchanges by itself; "alone" is the control that trains without a wire.
+        self.wire = SoloLink() if self.ddp or config.algorithm == ALONE else self.link
         self.warm = config.warm_start > 0 and not self.ddp
-        self.optimizer = warm_optimizer_of(own, self.model, wire) if self.warm else optimizer_of(own, self.model, wire)
+        self.optimizer = self._new_optimizer(own)
         if part[1] > 1 and (rows := len(self.task.batch(0, 1)[0])) % part[1]:
             raise ConfigError(f"a batch of {rows} does not divide among {part[1]} shards: choose another --batch or --shards")
         self.optimizer.check_total(config.steps)
@@ -167,11 +170,16 @@ class Trainer:
         self.step = self.optimizer.steps
         return loss.detach()
 
+    def _new_optimizer(self, config: RunConfig) -> Algorithm:
+        if self.warm:
+            return warm_optimizer_of(config, self.model, self.link)
+        return optimizer_of(config, self.model, self.wire)
+
     def _end_warm_start(self) -> None:
         """The method takes over from synchronous steps: its inner optimizer goes on where it is."""
         before, self.warm = self.optimizer, False
         assert isinstance(before, Wrapper)
-        self.optimizer = optimizer_of(self.config, self.model, self.link, inner=before.inner)
+        self.optimizer = optimizer_of(self.config, self.model, self.wire, inner=before.inner)
         self.optimizer.take_over(before)
         self.optimizer.check_total(self.config.steps)
 
@@ -238,7 +246,16 @@ class Trainer:
         seconds = self.seconds + (self.link.now() - self._before if self._before >= 0 else 0.0)
         items = self.step * self.task.batch_items * self.link.size
         return Progress(
-            self.step, loss, seconds, items, totals.sent, totals.received, totals.rounds, totals.waiting, validation
+            self.step,
+            loss,
+            seconds,
+            items,
+            totals.sent,
+            totals.received,
+            totals.payload,
+            totals.rounds,
+            totals.waiting,
+            validation,
         )
 
     def _start_clock(self) -> None:

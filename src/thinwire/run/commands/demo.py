@@ -39,7 +39,7 @@ class DemoFlags:
     """Folder for the two runs; by default runs/demo-TIME."""
 
 
-def demo(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run both arms and print the table."""
     flags = tyro.cli(DemoFlags, prog="thinwire demo", args=arguments)
     bandwidth = parse_bandwidth(flags.bandwidth)

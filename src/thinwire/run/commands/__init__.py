@@ -1,0 +1,1 @@
+"""The commands of the command line, one module each; every one has `main(arguments)` and returns the exit code."""

@@ -1,0 +1,89 @@
+"""`thinwire train`: real worker processes, started here or joined under torchrun."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from thinwire.errors import ConfigError
+from thinwire.links import Link, disconnect
+from thinwire.links.mesh import worker_count
+from thinwire.network import parse_duration
+from thinwire.run.config import ALONE, RunConfig, read_run_toml
+from thinwire.run.flags import parse_run, peek
+from thinwire.run.launch import launch
+from thinwire.run.start import TrainPlace, claim_folder, rehearse
+from thinwire.run.summary import show_summary
+from thinwire.run.train import tell_all
+from thinwire.run.worker import join, work
+
+
+def main(arguments: list[str]) -> int:
+    """Train with real worker processes; under torchrun join the job."""
+    saved = _saved_config(arguments)
+    config, place = parse_run("train", arguments, TrainPlace, saved)
+
+    timeout = parse_duration(place.timeout)
+    if timeout <= 0:
+        raise ConfigError(f"timeout must be above zero seconds, got {place.timeout!r}")
+    if place.checkpoint_every < 0:
+        raise ConfigError(f"checkpoint-every must be at least 0, got {place.checkpoint_every}")
+    in_job = worker_count(config.shards)
+    if in_job is not None and config.workers not in (None, in_job) and saved is None:
+        raise ConfigError(f"--workers {config.workers} does not fit this torchrun job, which has {in_job} workers")
+    config = replace(config, workers=in_job or config.workers or 2)
+    other_wire = config.wire not in (None, "fp32")
+    if config.algorithm == "ddp" and (other_wire or config.shards > 1):
+        flag = f"--wire {config.wire}" if other_wire else f"--shards {config.shards}"
+        raise ConfigError(f"ddp is torch's DistributedDataParallel, which ignores {flag}: use --algorithm data-parallel")
+    if config.algorithm == ALONE:
+        place = replace(place, checkpoint_every=0)  # a checkpoint holds a model that workers share
+    rehearse(config)
+    if in_job is not None:
+        return _join(config, place, timeout)
+    folder = claim_folder(config, place)
+
+    assert config.workers is not None
+    processes = config.workers * config.shards
+    launch(folder, processes, timeout=timeout, resume=place.resume, checkpoint_every=place.checkpoint_every)
+    show_summary(folder)
+    return 0
+
+
+def _join(config: RunConfig, place: TrainPlace, timeout: float) -> int:
+    """Be one worker of the torchrun job that this process is in."""
+    link = join(config, timeout=timeout)
+    folder = _agree_on_folder(config, place, link)
+    work(config, folder, link, resume=place.resume, checkpoint_every=place.checkpoint_every)
+    if link.rank == 0:
+        show_summary(folder)
+    disconnect()
+    return 0
+
+
+def _agree_on_folder(config: RunConfig, place: TrainPlace, link: Link) -> Path:
+    """The first process claims the folder and tells the others, or all of them refuse together."""
+    verdict: dict[str, str] = {}
+    if link.rank == 0:
+        try:
+            verdict = {"folder": str(claim_folder(config, place))}
+        except ConfigError as error:
+            verdict = {"error": str(error)}
+    verdict = tell_all(link, verdict)
+    if "error" in verdict:
+        raise ConfigError(verdict["error"])
+    return Path(verdict["folder"])
+
+
+def _saved_config(arguments: list[str]) -> RunConfig | None:
+    """The config of the run that --resume names."""
+    if "--resume" not in arguments or {"-h", "--help"} & set(arguments):
+        return None
+
+    out = peek(arguments, "--out")
+    if out is None:
+        raise ConfigError("--resume needs --out FOLDER, the folder of the run to go on with")
+    path = Path(out) / "run.toml"
+    if not path.is_file():
+        raise ConfigError(f"nothing to resume: {path} does not exist")
+    return read_run_toml(path)

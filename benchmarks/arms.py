@@ -14,8 +14,8 @@ from typing import Any
 
 from thinwire.run.config import RunConfig
 
-STEPS = {"gpt-nano": 384, "cnn-fashion": 400}
-BATCH = {"gpt-nano": 4, "cnn-fashion": 32}
+STEPS = {"gpt-nano": 384, "gpt-small": 512, "cnn-fashion": 400}
+BATCH = {"gpt-nano": 4, "gpt-small": 2, "cnn-fashion": 32}
 SEEDS = (0, 1, 2)
 FINALISTS = {"gpt-nano": 2, "cnn-fashion": 1}
 H = 8
@@ -283,34 +283,29 @@ WIRES = [
     _wire("1-bit k=128, K_v=384", "DCT(64) >> TopK(128) >> Sign()", K_v=384),
 ]
 
-LOW_RANK: dict[str, Any] = {"beta2": 0.99}
-LORDO = [
-    Arm(
-        "low-rank Adam, DDP",
-        "gpt-nano",
-        "data-parallel",
-        None,
-        {},
-        {"lr": [4e-3, 2e-3]},
-        SEEDS[:1],
-        run={**LOW_RANK, "inner": "low-rank", "qh_betas": (0.95,), "qh_omegas": (0.97,)},
-        **SHORTER,
-    ),
-    Arm(
-        "LoRDO",
-        "gpt-nano",
-        "lordo",
-        None,
-        {**K, "betas": (0.95, 0.99), "omega": 0.97, "rank": 0.25},
-        {"lr": [4e-3, 2e-3]},
-        SEEDS[:1],
-        run=LOW_RANK,
-        **SHORTER,
-    ),
-]
+# The baseline's projectors are of the synchronous steps, every 32 as LoRDO's; a warm start of LoRDO is the baseline itself.
+LOW_RANK: dict[str, Any] = {"inner": "low-rank", "qh_betas": (0.95,), "qh_omegas": (0.97,)}
+LORDO_OWN: dict[str, Any] = {**K, "betas": (0.95, 0.99), "omega": 0.97, "rank": 0.25}
+WARM_LOW_RANK: dict[str, Any] = {**WARM, "warm_lr": 4e-3}
 
-BEST_OUTER = {"lr": [2e-3], "outer_lr": [0.7], "outer_momentum": [0.5]}  # from scratch, of DiLoCo
-WARM_OUTER = {"lr": [1.4e-3], "outer_lr": [0.7], "outer_momentum": [0.9]}  # after a warm start, likewise
+
+def _low_rank(run: dict[str, Any], lrs: list[float], length: dict[str, Any]) -> list[Arm]:
+    own = LORDO_OWN | ({"betas": (0.99, 0.99)} if run is WARM_LOW_RANK else {})
+    inner = {**LOW_RANK, "qh_betas": (0.9,)} if run is WARM_LOW_RANK else LOW_RANK
+    grid, seeds = {"lr": lrs}, SEEDS[:1]
+    return [
+        Arm("low-rank Adam, DDP", "gpt-nano", "data-parallel", None, {}, grid, seeds, run={**run, **inner}, **length),
+        Arm("LoRDO", "gpt-nano", "lordo", None, own, grid, seeds, run=run, **length),
+    ]
+
+
+LORDO = _low_rank(SCRATCH, [2e-3, 4e-3, 8e-3], SHORTER)
+WARM_LORDO = _low_rank(WARM_LOW_RANK, [1e-3, 2e-3, 4e-3], LONGER)
+
+BEST_MOMENTUM: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.5}  # of DiLoCo, from scratch
+MOMENTUM: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.9}  # likewise, after a warm start
+BEST_OUTER = {"lr": [2e-3], "outer_lr": [0.7], "outer_momentum": [0.5]}
+WARM_OUTER = {"lr": [1.4e-3], "outer_lr": [0.7], "outer_momentum": [0.9]}
 
 
 def _streaming(name: str, tau: int, wire: str | None = None, *, warm: bool = False, **settings: float) -> Arm:
@@ -323,21 +318,84 @@ def _streaming(name: str, tau: int, wire: str | None = None, *, warm: bool = Fal
 
 STREAMING = [
     _streaming("tau=0", 0),
+    _streaming("tau=1 alpha=0.5", 1, alpha=0.5),
+    _streaming("tau=5 alpha=0.5", 5, alpha=0.5),
     _streaming("tau=1", 1),
     _streaming("tau=5", 5),
-    _streaming("tau=1 alpha=0", 1, alpha=0.0),
-    _streaming("tau=5 alpha=0", 5, alpha=0.0),
-    _streaming("tau=1 fp4", 1, "fp4"),
-    _streaming("tau=1 2-bit", 1, "2-bit"),
+    _streaming("tau=1 alpha=0.5 fp4", 1, "fp4", alpha=0.5),
+    _streaming("tau=1 alpha=0.5 2-bit", 1, "2-bit", alpha=0.5),
 ]
 WARM_STREAMING = [
     _streaming("tau=0", 0, warm=True),
     _streaming("tau=1", 1, warm=True),
     _streaming("tau=2", 2, warm=True),
+    _streaming("tau=3", 3, warm=True),
     _streaming("tau=5", 5, warm=True),
-    _streaming("tau=1 alpha=0", 1, warm=True, alpha=0.0),
-    _streaming("tau=5 alpha=0", 5, warm=True, alpha=0.0),
     _streaming("tau=1 fp4", 1, "fp4", warm=True),
+    _streaming("tau=1 alpha=0.5", 1, warm=True, alpha=0.5),
+    _streaming("tau=2 alpha=0.5", 2, warm=True, alpha=0.5),
+    _streaming("tau=5 alpha=0.5", 5, warm=True, alpha=0.5),
+    _streaming("tau=1 alpha=0.5 fp4", 1, "fp4", warm=True, alpha=0.5),
+]
+
+# The methods that are not in the tables above already, each in the protocol of the table that it joins: after a warm start on
+# the GPT, from scratch on the CNN, and after a shorter warm start once more on a GPT of four times the size.
+SPARSE, SPARSE_CNN = "Identity(64) >> TopK(64) >> TwoBit()", "Identity(64) >> TopK(0.03) >> TwoBit()"
+WARM_LRS = {"lr": [1e-3, 1.4e-3, 2e-3]}
+
+
+def _after_warm_start(name: str, algorithm: str, wire: str | None, **settings: Any) -> Arm:
+    inner = {} if algorithm == "demo" else ADAMW
+    return Arm(name, "gpt-nano", algorithm, wire, settings, WARM_LRS, run={**WARM, **inner}, **LONGER)
+
+
+HEADLINE = [
+    WARM_CLOCKS[0],  # what they are measured against
+    _after_warm_start("DeMo 1-bit k=172", "demo", "DCT(64) >> TopK(172) >> Sign()"),
+    _after_warm_start("decoupled DiLoCo H=8 k=128", "decoupled-diloco", "DCT(64) >> TopK(128) >> Sign()", H=8, beta=0.95),
+    _after_warm_start("SparseLoCo H=32", "decoupled-diloco", SPARSE, **K, over="workers", beta=0.95, outer_lr=1.0),
+    _after_warm_start("Streaming DiLoCo tau=1", "streaming-diloco", None, **K, fragments=4, tau=1, **MOMENTUM),
+]
+
+
+def _on_cnn(name: str, algorithm: str, *, wire: str | None = None, run: dict[str, Any] | None = None, **settings: Any) -> Arm:
+    lrs = {"lr": [8e-3, 1.6e-2, 3.2e-2]}
+    return Arm(name, "cnn-fashion", algorithm, wire, settings, lrs, run=run or {}, finalists=1)
+
+
+CNN_HEADLINE = [
+    _adamw("cnn-fashion"),
+    _on_cnn("QHAdam-DDP", "data-parallel", run={**SLOW, "beta2": 0.99}),
+    _on_cnn("Local Adam H=8", "mt-dao", run={**ADAMW, "beta2": 0.99}, H=H),
+    _on_cnn("MT-DAO H=8", "mt-dao", run={**SLOW, "beta2": 0.99}, H=H),
+    _on_cnn("Streaming DiLoCo H=8 tau=1", "streaming-diloco", H=H, fragments=4, tau=1, **BEST_MOMENTUM),
+    _on_cnn(
+        "SparseLoCo H=8", "decoupled-diloco", wire="Identity(64) >> TopK(0.03) >> TwoBit()", H=H, over="workers", beta=0.95
+    ),
+    _on_cnn("LoRDO H=8", "lordo", H=H, rank=0.25, omega=0.97, betas=(0.95, 0.99)),
+]
+
+
+def _larger(arm: Arm, lr: float, **settings: Any) -> Arm:
+    """An arm of the warm-start protocol on a GPT of 3M parameters, one seed, at about the lr that was best on 0.8M."""
+    run = {**arm.run, "warm_start": 128}
+    point = {"lr": [lr], **{name: [value] for name, value in settings.items()}}
+    return Arm(arm.name, "gpt-small", arm.algorithm, arm.wire, arm.settings, point, (0,), run=run)
+
+
+_BY_NAME = {arm.name: arm for arm in (*WARM_LORDO, *HEADLINE, *WARM_CLOCKS)}
+LARGER = [
+    _larger(_BY_NAME["AdamW-DDP"], 1.4e-3),
+    _larger(_BY_NAME["QHAdam-DDP"], 2e-3),
+    _larger(_BY_NAME["DeMo 1-bit k=172"], 1.4e-3),
+    _larger(_BY_NAME["decoupled DiLoCo H=8 k=128"], 1.4e-3),
+    _larger(_BY_NAME["MT-DAO"], 2e-3),
+    _larger(_BY_NAME["DiLoCo"], 1.4e-3, outer_lr=0.7, outer_momentum=0.9),
+    _larger(_BY_NAME["Local Adam"], 1.4e-3),
+    _larger(_BY_NAME["SparseLoCo H=32"], 1.4e-3),
+    _larger(_BY_NAME["Streaming DiLoCo tau=1"], 1.4e-3),
+    _larger(_BY_NAME["low-rank Adam, DDP"], 2e-3),
+    _larger(_BY_NAME["LoRDO"], 2e-3),
 ]
 
 PARTS = {
@@ -350,6 +408,10 @@ PARTS = {
     "warm-clocks": WARM_CLOCKS,
     "wires": WIRES,
     "lordo": LORDO,
+    "warm-lordo": WARM_LORDO,
     "streaming": STREAMING,
     "warm-streaming": WARM_STREAMING,
+    "headline": HEADLINE,
+    "cnn-headline": CNN_HEADLINE,
+    "larger": LARGER,
 }

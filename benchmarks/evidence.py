@@ -50,10 +50,11 @@ def measure(run: Run) -> dict[str, Any]:
         **run.run,
     )
     task, started = task_of(config, 4), time.time()
+    curve = Curve(run.steps)
 
     def worker(link: Any) -> dict[str, Any]:
         trainer = Trainer(config, link, task=task)
-        progress = trainer.run(lambda _: None)
+        progress = trainer.run(curve if link.rank == 0 else lambda _: None)
         numel = sum(p.numel() for p in trainer.model.parameters())
         totals = trainer.link.meter.totals
         return {
@@ -64,7 +65,22 @@ def measure(run: Run) -> dict[str, Any]:
         }
 
     figures = World(4, step_time=0.0).run(worker)[0]
-    return {**asdict(run), "command": run.key, **figures, "seconds": round(time.time() - started, 1)}
+    return {**asdict(run), "command": run.key, **figures, "seconds": round(time.time() - started, 1), "curve": curve.points}
+
+
+class Curve:
+    """Training loss and bytes on the way, in at most 64 points; each stands for the mean of the steps since the last."""
+
+    def __init__(self, steps: int):
+        self.every, self.points, self._losses = -(-steps // 64), [], []
+
+    def __call__(self, progress: Any) -> None:
+        """Called after every step of worker 0."""
+        self._losses.append(progress.loss)
+        if progress.step % self.every == 0 or progress.validation:
+            loss, self._losses = sum(self._losses) / len(self._losses), []
+            point = {"step": progress.step, "loss": round(loss, 4), "sent": progress.sent, "payload": progress.payload}
+            self.points.append({**point, "rounds": progress.rounds})
 
 
 def recorded() -> dict[str, dict[str, Any]]:

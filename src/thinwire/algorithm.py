@@ -98,6 +98,7 @@ class Algorithm(Optimizer):
     synced: frozenset[str] = frozenset()
     sends_fragments: ClassVar[bool] = False
     needs_whole_tensors: ClassVar[bool] = False  # cannot train a model that is sharded
+    warm_inner: ClassVar[str] = "adamw"  # what takes the synchronous steps of a warm start, where it has no inner optimizer
     in_pairs: ClassVar[bool] = False  # a round is between two workers: one pair may refuse it while the others take it
 
     # GradScaler then always calls step() and leaves the unscaling to us. Without it, the one worker that found an Inf would

@@ -18,7 +18,7 @@ from thinwire.optim import QHADOPT, QHM, LowRankAdam, QHAdam, QHMuon, propose_be
 from thinwire.run import checkpoint
 from thinwire.run.cli import main
 from thinwire.run.config import RunConfig, check_same_run, read_run_toml, write_run_toml
-from thinwire.run.train import Progress, Trainer, optimizer_of
+from thinwire.run.train import Progress, Trainer, optimizer_of, warm_optimizer_of
 from thinwire.wrapper import Wrapper
 
 
@@ -177,6 +177,26 @@ def test_a_method_without_an_inner_optimizer_has_a_warm_start_too() -> None:
         assert not isinstance(opt, DataParallel)
         assert opt.steps == 24
         assert_same(params, results[0][0])
+
+
+def test_lordo_goes_on_with_the_projectors_of_its_warm_start() -> None:
+    config = config_of("lordo", warm_start=8, settings={"H": 4, "rank": 3})
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    warm = warm_optimizer_of(config, model, SoloLink())
+    assert isinstance(warm, Wrapper)
+    assert type(warm.inner) is LowRankAdam
+    for _ in range(8):
+        model(torch.randn(4, 8)).square().sum().backward()
+        warm.step()
+        warm.zero_grad()
+    opt = optimizer_of(config, model, SoloLink())
+    Q = opt.state[model.weight]["Q"]
+    assert not torch.equal(Q, warm.inner.state[model.weight]["Q"])
+    opt.take_over(warm)
+    assert torch.equal(Q, warm.inner.state[model.weight]["Q"])
+    assert opt.steps == 8
+    assert not opt.state[model.weight]["exp_avg"].any()
 
 
 # --- Newcomers ---------------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ def inner_of(name: str, model: nn.Module, config: RunConfig, *, K: int) -> Optim
     if name == "low-rank":
         beta, omega = (config.qh_betas or (0.9,))[0], (config.qh_omegas or (0.97,))[0]
         settings: dict[str, Any] = {"H": K, "betas": (beta, _beta2(config)), "omega": omega}
+        settings |= {"rank": config.settings["rank"]} if "rank" in config.settings else {}  # before LoRDO: of one shape
         return LowRankAdam(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, **settings)
     refuse_slow_settings(config, name)
     if config.beta2 is not None and name in ("sgd", "momentum"):

@@ -284,8 +284,11 @@ def task_of(config: RunConfig, workers: int) -> Task:
 
 
 def warm_optimizer_of(config: RunConfig, model: nn.Module, link: Link) -> Algorithm:
-    """Averaged gradients around the inner optimizer that the config's algorithm will have; AdamW where it has none."""
-    inner = _inner_for(config, model) or inner_of("adamw", model, config, K=1)
+    """Averaged gradients around the inner optimizer that the config's algorithm will have, or one of its kind."""
+    inner = _inner_for(config, model)
+    if inner is None:
+        cls = found()[resolve_algorithm(config.algorithm, found())[0]]
+        inner = inner_of(cls.warm_inner, model, config, K=config.settings.get("H", 32))
     return DataParallel(inner, link, clip_norm=config.clip_norm, buffers=running_statistics(model))
 
 

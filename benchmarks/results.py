@@ -1,0 +1,101 @@
+"""docs/results.md from its text in benchmarks/results.md and the records: `python -m benchmarks.results`.
+
+What stands between double braces in the text is filled in from the records, so that no figure on the page is typed by hand:
+
+    {{ table PART }}                      all arms of a part with their best settings, and how they were run
+    {{ loss PART / ARM }}                 mean over the seeds
+    {{ against PART / ARM / OTHER }}      by how much an arm's loss is above another's, in percent
+    {{ times PART / ARM }}                how many times fewer bytes than gradients at every step
+    {{ closed PART / ARM / LOW / HIGH }}  which part of the gap between two others an arm closes
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.arms import PARTS, Arm, run_of
+from benchmarks.evidence import best_point, recorded
+from benchmarks.tables import fewer, mean_of, rows_of, table, times
+
+SOURCE = Path(__file__).parent / "results.md"
+PAGE = Path(__file__).parent.parent / "docs" / "results.md"
+
+
+def _arm(part: str, name: str) -> tuple[Arm, list[dict[str, Any]]]:
+    if part not in PARTS:
+        raise SystemExit(f"{SOURCE.name} asks for part {part!r}: there are {', '.join(PARTS)}")
+    arm = next((arm for arm in PARTS[part] if arm.name == name), None)
+    if arm is None:
+        raise SystemExit(f"{SOURCE.name} asks for arm {name!r} of {part}: it has {', '.join(a.name for a in PARTS[part])}")
+    runs = rows_of(arm, recorded())
+    if not runs:
+        raise SystemExit(f"{SOURCE.name} asks for arm {name!r} of {part}, which has no finished runs in the records")
+    return arm, runs
+
+
+def _loss(part: str, name: str) -> float:
+    return mean_of(_arm(part, name)[1], "loss")
+
+
+def _shown_table(part: str) -> str:
+    """The table, and under it how it came about."""
+    rows, runs, commands = recorded(), [], []
+    for arm in PARTS[part]:
+        found = rows_of(arm, rows)
+        runs += found
+        point = best_point(arm, rows)
+        if found and point is not None:
+            commands.append(run_of(arm, point, found[0]["seed"]).key)
+    dates = sorted({run["date"] for run in runs})
+    machines = sorted({f"{run['cores']} cores, torch {run['torch']}, Python {run['python']}" for run in runs})
+    how = f"*Simulated: 4 workers in one process; {'; '.join(machines)}; {', '.join(dates)};"
+    how += f" `python -m benchmarks.evidence --part {part}`.*"
+    repeat = "\n".join(commands).replace("<", "&lt;").replace(">", "&gt;")
+    details = f"<details><summary>The command of each row, for its first seed</summary><pre>{repeat}</pre></details>"
+    return f"{table(part)}\n\n{how}\n\n{details}"
+
+
+def _fewer(part: str, name: str) -> str:
+    arm, runs = _arm(part, name)
+    synchronous = rows_of(PARTS[part][0], recorded()) if arm.run.get("warm_start") else None
+    return times(fewer(arm, runs, synchronous))
+
+
+def _closed(part: str, name: str, low: str, high: str) -> str:
+    worst, best = _loss(part, low), _loss(part, high)
+    return f"{100 * (worst - _loss(part, name)) / (worst - best):.0f}%"
+
+
+FILL: dict[str, Callable[..., str]] = {
+    "table": _shown_table,
+    "loss": lambda part, name: f"{_loss(part, name):.3f}",
+    "against": lambda part, name, other: f"{100 * (_loss(part, name) / _loss(part, other) - 1):+.1f}%",
+    "times": _fewer,
+    "closed": _closed,
+}
+
+
+def page() -> str:
+    """The page as it should be."""
+
+    def fill(match: re.Match[str]) -> str:
+        word, _, rest = match[1].strip().partition(" ")
+        if word not in FILL:
+            raise SystemExit(f"{SOURCE.name} has {match[0]}: it must begin with one of {', '.join(FILL)}")
+        return FILL[word](*(part.strip() for part in rest.split(" / ")))
+
+    text = re.sub(r"\{\{(.+?)\}\}", fill, SOURCE.read_text(encoding="utf-8"))
+    return f"<!-- Made by `python -m benchmarks.results` from benchmarks/results.md and the records: edit those. -->\n\n{text}"
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page(), encoding="utf-8")
+    print(PAGE)
+
+
+if __name__ == "__main__":
+    main()

@@ -99,6 +99,7 @@ class Algorithm(Optimizer):
     sends_fragments: ClassVar[bool] = False
     needs_whole_tensors: ClassVar[bool] = False  # cannot train a model that is sharded
     warm_inner: ClassVar[str] = "adamw"  # what takes the synchronous steps of a warm start, where it has no inner optimizer
+    taken_over: ClassVar[frozenset[str]] = frozenset()  # slots that go on from that one's state of the same name
     in_pairs: ClassVar[bool] = False  # a round is between two workers: one pair may refuse it while the others take it
 
     # GradScaler then always calls step() and leaves the unscaling to us. Without it, the one worker that found an Inf would
@@ -372,9 +373,14 @@ class Algorithm(Optimizer):
         return False
 
     def take_over(self, before: Algorithm) -> None:
-        """Go on counting where another optimizer of the same model stopped, as after a warm start."""
+        """Go on where another optimizer of the same model stopped, as after a warm start, with what is `taken_over` of it."""
         for name in _COUNTERS:
             self._set_counter(name, before.param_groups[0][name])
+        known = getattr(getattr(before, "inner", None), "state", {}) if self.taken_over else {}
+        for p in self._active:
+            for name in self.taken_over & self.state[p].keys() & known.get(p, {}).keys():
+                if self.state[p][name].shape == known[p][name].shape:
+                    self.state[p][name].copy_(known[p][name])
 
     def restart_clock(self) -> None:
         """Told after an evaluation or a checkpoint: what has passed since the last step was not training."""

@@ -117,6 +117,33 @@ def show_bytes(count: float) -> str:
     return f"{count:.3g} TB"
 
 
+def show_bandwidth(bits: float) -> str:
+    """Bits per second for people, in words that `parse_bandwidth` reads.
+
+    >>> show_bandwidth(12.34e9)
+    '12.3gbit'
+    """
+    if math.isinf(bits):
+        return "inf"
+    for unit, length in (("tbit", 1e12), ("gbit", 1e9), ("mbit", 1e6)):
+        if bits >= 0.9995 * length:
+            return f"{bits / length:.3g}{unit}"
+    return f"{bits / 1e3:.3g}kbit"
+
+
+def show_seconds(seconds: float) -> str:
+    """A duration for people.
+
+    >>> show_seconds(0.0213), show_seconds(415.8), show_seconds(106_000)
+    ('21.3 ms', '6.93 min', '29.4 h')
+    """
+    units = (("d", 86400, 2), ("h", 3600, 2), ("min", 60, 1), ("s", 1, 1), ("ms", 1e-3, 1), ("us", 1e-6, 0.01))
+    for unit, length, least in units:
+        if seconds >= 0.9995 * least * length:
+            return f"{seconds / length:.3g} {unit}"
+    return "0 s"
+
+
 @dataclass(frozen=True)
 class Network:
     """Bandwidth and latency of each worker's end of the wire.

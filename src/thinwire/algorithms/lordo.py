@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 
 from thinwire import low_rank
-from thinwire.algorithm import Algorithm, Policy, Start, log, overwrite
+from thinwire.algorithm import Policy, Start, log, overwrite
 from thinwire.codecs import Codec, Dense
 from thinwire.links.base import Link
 from thinwire.links.mesh import shard_of
 from thinwire.schedules import Periods, Schedule
 from thinwire.states import State, StateAveraging, state_codecs, state_periods
-from thinwire.wrapper import Wrapper
 
 
 class LoRDO(StateAveraging):
@@ -60,10 +59,9 @@ class LoRDO(StateAveraging):
         policy: see `thinwire.algorithm.Policy`.
     """
 
-    name = "lordo"
-    warm_inner = "low-rank"
+    name, warm_inner = "lordo", "low-rank"
     needs_whole_tensors = True  # singular vectors of a shard are not those of the matrix
-    replicated = frozenset({"anchor", "Q"})
+    replicated, taken_over = frozenset({"anchor", "Q"}), frozenset({"Q"})
 
     def __init__(
         self,
@@ -139,15 +137,6 @@ class LoRDO(StateAveraging):
         """Back to the last agreed parameters; what is not finite in the moments and in E becomes zero."""
         overwrite(self.params(), self.slot("anchor"))
         low_rank.heal(self.state.values())
-
-    def take_over(self, before: Algorithm) -> None:
-        """The projectors too, where the optimizer before had such: its moments were of other betas, so they begin anew."""
-        super().take_over(before)
-        for p in self._active:
-            Q = self.state[p].get("Q")
-            known = before.inner.state.get(p, {}).get("Q") if isinstance(before, Wrapper) else None
-            if Q is not None and known is not None and Q.shape == known.shape:
-                Q.copy_(known)
 
     def newcomer_takes(self, key: str) -> bool:
         """The number of steps too: averaged moments must not be corrected for bias anew."""

@@ -81,3 +81,13 @@ def peek(arguments: list[str], flag: str) -> str | None:
         if argument.startswith(f"{flag}="):
             return argument.partition("=")[2]
     return None
+
+
+def with_json_name(arguments: list[str]) -> list[str]:
+    """The arguments with `--json` that has no name given one: - means the screen."""
+    found = []
+    for i, argument in enumerate(arguments):
+        found.append(argument)
+        if argument == "--json" and (i + 1 == len(arguments) or arguments[i + 1].startswith("--")):
+            found.append("-")
+    return found

@@ -36,13 +36,8 @@ def launch(folder: Path, processes: int, *, timeout: float, resume: bool, checkp
         KeyboardInterrupt: on Ctrl-C, after all workers were ended.
     """
     store, places = host_job(processes)
-    environment = os.environ | {
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
-        "THINWIRE_LAUNCHER": str(os.getpid()),
-        "THINWIRE_TIMEOUT": str(timeout),
-        "THINWIRE_RESUME": "1" if resume else "0",
-        "THINWIRE_CHECKPOINT_EVERY": str(checkpoint_every),
-    }
+    environment = os.environ | worker_environment(timeout, resume=resume, checkpoint_every=checkpoint_every)
+    environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     with a_job() as workers:
         for place in places:
@@ -52,6 +47,16 @@ def launch(folder: Path, processes: int, *, timeout: float, resume: bool, checkp
     del store  # until here it served them
     if failure:
         raise RunFailed(f"worker {failure.number} {failure.how}; {_how_to_go_on(folder)}")
+
+
+def worker_environment(timeout: float, *, resume: bool, checkpoint_every: int) -> dict[str, str]:
+    """What `python -m thinwire.run.worker` needs to know besides its run folder; it ends with this process."""
+    return {
+        "THINWIRE_LAUNCHER": str(os.getpid()),
+        "THINWIRE_TIMEOUT": str(timeout),
+        "THINWIRE_RESUME": "1" if resume else "0",
+        "THINWIRE_CHECKPOINT_EVERY": str(checkpoint_every),
+    }
 
 
 def _how_to_go_on(folder: Path) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 Process = subprocess.Popen[bytes]
+SILENT = "does not answer"
 
 
 class Failure(NamedTuple):
@@ -31,19 +32,24 @@ def a_job() -> Iterator[list[Process]]:
         signal.signal(signal.SIGTERM, before)
 
 
-def see_through(processes: Sequence[Process], *, patience: float) -> Failure | None:
+def see_through(processes: Sequence[Process], *, patience: float, limit: float = float("inf")) -> Failure | None:
     """Wait until all have ended well, or one has failed and the others have had `patience` seconds to say what they saw.
+
+    Args:
+        processes: those of one job.
+        patience: seconds from the first failure to the end of waiting.
+        limit: seconds that the whole job may take; what still runs then has failed.
 
     Raises:
         SystemExit: with code 2 where all that failed refused their settings, which the first has said in one line.
     """
     first: int | None = None
-    give_up = float("inf")
+    give_up = time.monotonic() + limit
     while any(p.poll() is None for p in processes):
         if first is None:
             first = next((n for n, p in enumerate(processes) if p.poll() not in (None, 0)), None)
             if first is not None:
-                give_up = time.monotonic() + patience
+                give_up = min(give_up, time.monotonic() + patience)
         if time.monotonic() > give_up:
             break
         time.sleep(0.05)
@@ -62,7 +68,7 @@ def _terminated(*_: object) -> None:
 
 def _how_it_ended(code: int | None) -> str:
     if code is None:
-        return "does not answer"
+        return SILENT
     if code < 0:
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(-code).name}"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -23,7 +24,7 @@ from rich.logging import RichHandler
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.links import Link, SoloLink, TorchLink, connect, disconnect
 from thinwire.links.mesh import make_mesh, shard_model
-from thinwire.run.config import RunConfig, read_run_toml
+from thinwire.run.config import RunConfig, read_run_toml, write_whole
 from thinwire.run.display import Display, MetricsFile
 from thinwire.run.summary import summarise, write_summary
 from thinwire.run.train import Progress, Trainer, device_of
@@ -42,6 +43,9 @@ def join(config: RunConfig, *, timeout: float) -> Link:
 def work(config: RunConfig, folder: Path, link: Link, *, resume: bool, checkpoint_every: int) -> Progress:
     """Train as one worker of the job; the first process keeps metrics and shows progress.
 
+    Where the environment variable THINWIRE_FIGURES names a folder, every process leaves its figures there at the end, as
+    `rank0.json` and so on: what summary.json has, of that process, and its `rank`. The lab reads them.
+
     Args:
         config: what to run.
         folder: the run folder, shared by all workers.
@@ -54,7 +58,8 @@ def work(config: RunConfig, folder: Path, link: Link, *, resume: bool, checkpoin
 
 
 def _work(config: RunConfig, folder: Path, link: Link, resume: bool, checkpoint_every: int) -> Progress:
-    first = link.rank == 0
+    rank = link.rank
+    first = rank == 0
     shard, part = None, (0, 1)
     if config.shards > 1:
         mesh = make_mesh(workers=link.size // config.shards, shards=config.shards, device=device_of(config).type)
@@ -67,6 +72,8 @@ def _work(config: RunConfig, folder: Path, link: Link, resume: bool, checkpoint_
         progress = trainer.run(watch, checkpoints=folder / "checkpoints", checkpoint_every=checkpoint_every)
     if first:
         write_summary(folder, summarise(trainer, progress))
+    if figures := os.environ.get("THINWIRE_FIGURES"):
+        write_whole(Path(figures, f"rank{rank}.json"), json.dumps(summarise(trainer, progress, rank=rank)) + "\n")
     return progress
 
 
@@ -85,7 +92,7 @@ def _watching(title: str, config: RunConfig, folder: Path, trainer: Trainer, not
         yield lambda progress: (metrics(progress), display(progress))
 
 
-def _end_with(launcher: int) -> None:
+def end_with(launcher: int) -> None:
     """End this process when its launcher is gone, however that went: nobody would see it through any more."""
 
     def watch() -> None:
@@ -98,7 +105,7 @@ def _end_with(launcher: int) -> None:
 
 def main() -> None:
     """Entry point of a worker process started by the launcher."""
-    _end_with(int(os.environ["THINWIRE_LAUNCHER"]))
+    end_with(int(os.environ["THINWIRE_LAUNCHER"]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which ends its workers
     folder = Path(sys.argv[1])
     rank = os.environ.get("RANK", "0")

@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types docs bench evidence clean
+.PHONY: help demo test lint types docs bench evidence evidence-all clean
 
 help: ## Show this list.
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
 demo: $(VENV)/.core ## Train a small GPT on 2 real workers twice and compare loss and bytes (about 2 minutes).
 	$(BIN)/thinwire demo
@@ -33,9 +33,13 @@ bench: $(VENV)/.dev ## Speed, bytes and memory as ratios against peers in the sa
 	$(BIN)/python -m benchmarks.wire
 	$(BIN)/python -m benchmarks.fuzz
 
-evidence: $(VENV)/.dev ## Loss against bytes for all methods, tuned, 3 seeds; goes on where it stopped (about 2 hours on 2 cores).
+evidence: $(VENV)/.dev ## Run one row of every table of the results anew and say how close it comes (about 20 minutes).
+	$(BIN)/python -m benchmarks.reproduce
+
+evidence-all: $(VENV)/.dev ## All runs behind the results; goes on where it stopped (about 6 hours on 2 cores).
 	$(BIN)/python -m benchmarks.evidence
 	$(BIN)/python -m benchmarks.frontier
+	$(BIN)/python -m benchmarks.results
 
 clean: ## Remove the virtual environment and everything built.
 	rm -rf $(VENV) site dist build
@@ -46,7 +50,7 @@ $(VENV)/.python:
 	@touch $@
 
 $(VENV)/.core: $(VENV)/.python pyproject.toml constraints.txt
-	$(PIP) -e .
+	$(PIP) -e '.[report]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.python pyproject.toml constraints.txt

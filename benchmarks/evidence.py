@@ -121,7 +121,7 @@ def missing(arms: Sequence[Arm]) -> list[Run]:
     return [run for run in {r.key: r for r in runs}.values() if run.key not in rows]
 
 
-def _has_data(arm: Arm) -> bool:
+def has_data(arm: Arm) -> bool:
     """Whether the arm's task can be built here; says what is missing where it cannot."""
     from thinwire.errors import ConfigError
     from thinwire.tasks import make_task
@@ -145,7 +145,7 @@ def main(part: str = "all", jobs: int = 2) -> None:
     arms = [arm for name, some in PARTS.items() for arm in some if part in ("all", name)]
     if not arms:
         raise SystemExit(f"part must be one of {', '.join(PARTS)} or all, got {part!r}")
-    arms = [arm for arm in arms if _has_data(arm)]
+    arms = [arm for arm in arms if has_data(arm)]
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=8) as pool:
         under_way: dict[Any, str] = {}
         while True:

@@ -7,6 +7,7 @@ What stands between double braces in the text is filled in from the records, so 
     {{ against PART / ARM / OTHER }}      by how much an arm's loss is above another's, in percent
     {{ times PART / ARM }}                how many times fewer bytes than gradients at every step
     {{ closed PART / ARM / LOW / HIGH }}  which part of the gap between two others an arm closes
+    {{ thin-wire }}                       times on shaped links, bytes of the interface, and what the plan had predicted
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import record
 from benchmarks.arms import PARTS, Arm, run_of
 from benchmarks.evidence import best_point, recorded
 from benchmarks.tables import fewer, mean_of, rows_of, table, times
 
 SOURCE = Path(__file__).parent / "results.md"
+SPEEDS = ("inf", "1gbit", "100mbit", "10mbit")
 PAGE = Path(__file__).parent.parent / "docs" / "results.md"
 
 
@@ -69,12 +72,42 @@ def _closed(part: str, name: str, low: str, high: str) -> str:
     return f"{100 * (worst - _loss(part, name)) / (worst - best):.0f}%"
 
 
+def _thin_wire() -> str:
+    """Two tables from the last run in the lab: time over the same job alone, and how close meter and plan are."""
+    run = record.last("thin_wire")
+    rows = {(row["way"], row["speed"]): row for row in run["rows"]}
+    speeds = [s for s in SPEEDS if any(speed == s for _, speed in rows)]
+    shown = ["unlimited" if s == "inf" else s for s in speeds]
+    lines = [f"| time per step, over the same job alone | {' | '.join(shown)} |", "|---|" + "---:|" * len(speeds)]
+    check = ["| plan against measured; interface over meter | " + " | ".join(shown) + " |", "|---|" + "---:|" * len(speeds)]
+    for way in dict.fromkeys(way for way, _ in rows):
+        here = [rows.get((way, speed)) for speed in speeds]
+        lines.append(f"| {way} | " + " | ".join(f"{row['factor']:.2f}" if row else "" for row in here) + " |")
+        cells = [_close(row) if row else "" for row in here]
+        check.append(f"| {way} | " + " | ".join(cells) + " |")
+    commands = "\n".join(f"{row['speed']}: {row['command']}" for row in run["rows"]).replace(">", "&gt;")
+    first, last = run["alone"]
+    how = (
+        f"*Measured in one run: {run['workers']} processes in network namespaces on {run['cores']} cores, links shaped by the "
+        f"kernel; {run['task']}, 3.2M parameters; torch {run['torch']}, Python {run['python']}; {run['date']}; "
+        f"`python -m benchmarks.thin_wire --save`. A step alone took {first:.3f} s before and {last:.3f} s after the others.*"
+    )
+    details = f"<details><summary>The command of each run</summary><pre>{commands}</pre></details>"
+    return "\n".join([*lines, "", how, "", *check, "", details])
+
+
+def _close(row: dict[str, Any]) -> str:
+    off = row["predicted_seconds_per_step"] / row["seconds_per_step"] - 1
+    return f"{off:+.0%}; {row['interface_over_metered']:.3f}"
+
+
 FILL: dict[str, Callable[..., str]] = {
     "table": _shown_table,
     "loss": lambda part, name: f"{_loss(part, name):.3f}",
     "against": lambda part, name, other: f"{100 * (_loss(part, name) / _loss(part, other) - 1):+.1f}%",
     "times": _fewer,
     "closed": _closed,
+    "thin-wire": _thin_wire,
 }
 
 
@@ -85,7 +118,7 @@ def page() -> str:
         word, _, rest = match[1].strip().partition(" ")
         if word not in FILL:
             raise SystemExit(f"{SOURCE.name} has {match[0]}: it must begin with one of {', '.join(FILL)}")
-        return FILL[word](*(part.strip() for part in rest.split(" / ")))
+        return FILL[word](*(part.strip() for part in rest.split(" / ") if part))
 
     text = re.sub(r"\{\{(.+?)\}\}", fill, SOURCE.read_text(encoding="utf-8"))
     return f"<!-- Made by `python -m benchmarks.results` from benchmarks/results.md and the records: edit those. -->\n\n{text}"

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.network import Network, parse_bandwidth, show_bytes
+from thinwire.errors import MissingDependency
+from thinwire.network import parse_bandwidth, show_bytes
 from thinwire.run.config import RunConfig, new_folder, write_run_toml
 from thinwire.run.launch import launch
-from thinwire.run.summary import ddp_bytes, read_summary
+from thinwire.run.link_time import seconds_on_link
+from thinwire.run.records import Record, record_of
+from thinwire.run.report import write_report
+from thinwire.run.report.comparison import comparisons
+from thinwire.run.summary import ddp_bytes
+from thinwire.run.words import words_of
 
 # The baseline first, then the best method so far. Both with the learning rate that was best for them in a small search
 # (LOG.md), both from the same weights, on the same batches.
@@ -58,48 +65,47 @@ def main(arguments: list[str]) -> int:
         config.validate()
         place = folder / config.algorithm
         place.mkdir(parents=True, exist_ok=True)
-        write_run_toml(place / "run.toml", config, command="demo")
+        command = shlex.join(["train", *words_of(config)])
+        write_run_toml(place / "run.toml", config, command=command, arm=title, cores=os.cpu_count() or 0)
         launch(place, flags.workers, timeout=120.0, resume=False, checkpoint_every=0)
-        results.append((title, read_summary(place)))
+        results.append(record_of(place))
     console.print()
     console.print(_table(results, bandwidth, flags.bandwidth))
     console.print(_verdict(results), highlight=False)
-    console.print(f"runs: {folder}", highlight=False)
+    print(f"runs: {folder}")
+    try:
+        write_report(comparisons(results), folder / "report.html", title="What is lost, what is gained")
+        print(f"report: {folder / 'report.html'}")
+    except MissingDependency as missing:
+        print(f"no report: {missing}, then thinwire report {folder}")
     return 0
 
 
-def _table(results: list[tuple[str, dict[str, Any]]], bandwidth: float, named: str) -> Table:
+def _table(results: list[Record], bandwidth: float, named: str) -> Table:
     table = Table(title="What is lost, what is gained", title_justify="left")
     table.add_column("method", no_wrap=True)
     columns = ("validation loss", "sent per worker", "how much less", "time here", f"at {named}")
     for column in columns:
         table.add_column(column, justify="right")
-    for title, figures in results:
-        sent = figures["sent"]
+    for record in results:
+        figures, sent = record.figures, record.figures["sent"]
+        seconds = seconds_on_link(record.curve, workers=figures["workers"], bandwidth=bandwidth)[-1]
         table.add_row(
-            title,
+            record.arm,
             f"{figures['val_loss']:.3f}",
             show_bytes(sent),
             f"{ddp_bytes(figures) / sent:.0f}x" if sent else "-",
             f"{figures['seconds']:.0f} s",
-            f"{_seconds_on_link(figures, bandwidth):.0f} s",
+            f"{seconds:.0f} s",
         )
     table.caption = f"at {named}: time computing here + time the bytes sent would take on such a link"
     return table
 
 
-def _seconds_on_link(figures: dict[str, Any], bandwidth: float) -> float:
-    """Computing time as measured, and the wire's time as a ring on such a link takes it."""
-    computing = figures["seconds"] - figures["waiting"]
-    workers, rounds = figures["workers"], max(1, figures["rounds"])
-    message = figures["sent"] / rounds * workers / (2 * (workers - 1)) if workers > 1 else 0.0
-    return computing + rounds * Network(bandwidth=bandwidth).seconds("mean", [int(message)] * workers)
-
-
-def _verdict(results: list[tuple[str, dict[str, Any]]]) -> str:
-    (_, baseline), (title, figures) = results
+def _verdict(results: list[Record]) -> str:
+    baseline, figures = (record.figures for record in results)
     if not figures["sent"]:
         return ""
     less = baseline["sent"] / figures["sent"]
     change = 100 * (figures["val_loss"] / baseline["val_loss"] - 1)
-    return f"\n{title}: {less:.0f} times fewer bytes, validation loss {change:+.1f}%."
+    return f"\n{results[1].arm}: {less:.0f} times fewer bytes, validation loss {change:+.1f}%."

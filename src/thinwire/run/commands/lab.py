@@ -326,6 +326,6 @@ def _measure(lab: Lab, speed: Speed, words: tuple[str, ...], timeout: float) -> 
     lab.reshape(bandwidth=speed.bandwidth, down=speed.down)
     print(f"{lab.workers} worker{'s' * (lab.workers > 1)} at {speed.words}", flush=True)
     with tempfile.TemporaryDirectory(prefix="thinwire-lab-") as folder:
-        job = lab.run(words, env={"THINWIRE_FIGURES": folder}, timeout=timeout)
+        job = lab.run(words, env={"THINWIRE_FIGURES": folder, "THINWIRE_PLACE": f"lab {speed.words}"}, timeout=timeout)
         figures = read_figures(Path(folder), lab.workers)
     return Measured(speed.words, lab.rates, words, job.seconds, job.counters, figures)

@@ -6,13 +6,11 @@ from dataclasses import dataclass, replace
 
 from rich.console import Console
 
-from thinwire.errors import ConfigError
-from thinwire.network import Network, parse_bandwidth, parse_duration
 from thinwire.run.config import new_folder
-from thinwire.run.flags import one_or_each, parse_run
-from thinwire.run.simulate import simulate
+from thinwire.run.flags import parse_run
+from thinwire.run.places import Simulated
 from thinwire.run.start import TrainPlace, claim_folder, rehearse
-from thinwire.run.summary import show_summary
+from thinwire.run.summary import read_summary, show_summary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,22 +34,14 @@ def main(arguments: list[str]) -> int:
     config, place = parse_run("sim", arguments, SimPlace, None)
 
     config = replace(config, workers=config.workers or 2)
-    if config.shards != 1:
-        raise ConfigError(f"the simulator does not shard models, got --shards {config.shards}")
-    network = Network(
-        bandwidth=one_or_each(place.bandwidth, parse_bandwidth),
-        latency=one_or_each(place.latency, parse_duration),
-        down=None if place.down is None else one_or_each(place.down, parse_bandwidth),
-    )
-    assert config.workers is not None
-    network.check(config.workers)
-    step_time = None if place.step_time is None else one_or_each(place.step_time, parse_duration)
-    if isinstance(step_time, tuple) and len(step_time) != config.workers:
-        raise ConfigError(f"step-time lists {len(step_time)} workers, but there are {config.workers}")
+    where = Simulated(bandwidth=place.bandwidth, down=place.down, latency=place.latency, step_time=place.step_time)
+    where.check(config)
     rehearse(config)
-    folder = claim_folder(config, TrainPlace(out=place.out or new_folder(f"sim-{config.algorithm}-{config.task}")))
-    figures = simulate(config, folder, network=network, step_time=step_time, console=Console())
+    out = place.out or new_folder(f"sim-{config.algorithm}-{config.task}")
+    folder = claim_folder(config, TrainPlace(out=out), where=where.name)
+    where.run(folder, Console())
     show_summary(folder)
+    figures = read_summary(folder)
     computing = figures["simulated_seconds"] - figures["waiting"]
     how = f"{place.step_time} per step" if place.step_time else "computing as fast as one worker does on this machine"
     print(

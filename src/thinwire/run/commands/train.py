@@ -12,7 +12,7 @@ from thinwire.network import parse_duration
 from thinwire.run.config import ALONE, RunConfig, read_run_toml
 from thinwire.run.flags import parse_run, peek
 from thinwire.run.launch import launch
-from thinwire.run.start import TrainPlace, claim_folder, rehearse
+from thinwire.run.start import TrainPlace, claim_folder, refuse_what_ddp_ignores, rehearse
 from thinwire.run.summary import show_summary
 from thinwire.run.train import tell_all
 from thinwire.run.worker import join, work
@@ -32,10 +32,7 @@ def main(arguments: list[str]) -> int:
     if in_job is not None and config.workers not in (None, in_job) and saved is None:
         raise ConfigError(f"--workers {config.workers} does not fit this torchrun job, which has {in_job} workers")
     config = replace(config, workers=in_job or config.workers or 2)
-    other_wire = config.wire not in (None, "fp32")
-    if config.algorithm == "ddp" and (other_wire or config.shards > 1):
-        flag = f"--wire {config.wire}" if other_wire else f"--shards {config.shards}"
-        raise ConfigError(f"ddp is torch's DistributedDataParallel, which ignores {flag}: use --algorithm data-parallel")
+    refuse_what_ddp_ignores(config)
     if config.algorithm == ALONE:
         place = replace(place, checkpoint_every=0)  # a checkpoint holds a model that workers share
     rehearse(config)

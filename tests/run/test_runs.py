@@ -121,11 +121,7 @@ def _workers_once_training(job: subprocess.Popen, folder: Path) -> list[int]:
 
 def test_ctrl_c_ends_all_workers_and_says_so(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "thinwire", "train", "--steps", "5000", "--workers", "2", "--out", str(tmp_path / "run")]
-
-    def listen() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job, as CI may be, ignores it and hands that on
-
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen) as job:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
         try:
             workers = _workers_once_training(job, tmp_path / "run")
             job.send_signal(signal.SIGINT)

@@ -247,11 +247,11 @@ ADAMW: dict[str, Any] = {"inner": "adamw"}
 def _clocks(run: dict[str, Any], slow: dict[str, Any], lrs: list[float], length: dict[str, Any]) -> list[Arm]:
     """The methods with several clocks and their baselines, each tuned over as many points: three, from scratch two.
 
-    Where the best of three was the last of its row, one more was tried. From scratch there is one seed.
+    Where the best of three was the last of its row, one more was tried. From scratch the last three have one seed.
     """
     warm = run is WARM
     more = [2.8e-3] if warm else []
-    seeds = SEEDS if warm else SEEDS[:1]
+    seeds, few = SEEDS, SEEDS if warm else SEEDS[:1]
     grid, longer, one = {"lr": lrs}, {"lr": [*lrs, *more]}, {"lr": lrs if warm else lrs[1:2]}
     plain, desloc = {**run, **ADAMW}, {**K, "K_u": 96, "K_v": 192}
     outer = {"lr": lrs[1:2], "outer_lr": [0.7], "outer_momentum": [0.3, 0.5, 0.8, 0.9] if warm else [0.5, 0.8]}
@@ -259,9 +259,9 @@ def _clocks(run: dict[str, Any], slow: dict[str, Any], lrs: list[float], length:
         Arm("AdamW-DDP", "gpt-nano", "data-parallel", None, {}, grid, seeds, run=plain, **length),
         Arm("Local Adam", "gpt-nano", "mt-dao", None, K, grid, seeds, run=plain, **length),
         Arm("MT-DAO", "gpt-nano", "mt-dao", None, K, longer, seeds, run={**run, **slow}, **length),
-        Arm("DiLoCo", "gpt-nano", "diloco", None, K, outer, seeds, run=plain, **length),
-        Arm("DES-LOC (32, 96, 192)", "gpt-nano", "mt-dao", None, desloc, one, seeds, run=plain, **length),
-        Arm("QHAdam-DDP", "gpt-nano", "data-parallel", None, {}, longer if warm else one, seeds, run={**run, **slow}, **length),
+        Arm("DiLoCo", "gpt-nano", "diloco", None, K, outer, few, run=plain, **length),
+        Arm("DES-LOC (32, 96, 192)", "gpt-nano", "mt-dao", None, desloc, one, few, run=plain, **length),
+        Arm("QHAdam-DDP", "gpt-nano", "data-parallel", None, {}, longer if warm else one, few, run={**run, **slow}, **length),
     ]
 
 

@@ -86,11 +86,10 @@ def _thin_wire() -> str:
         cells = [_close(row) if row else "" for row in here]
         check.append(f"| {way} | " + " | ".join(cells) + " |")
     commands = "\n".join(f"{row['speed']}: {row['command']}" for row in run["rows"]).replace(">", "&gt;")
-    first, last = run["alone"]
     how = (
         f"*Measured in one run: {run['workers']} processes in network namespaces on {run['cores']} cores, links shaped by the "
         f"kernel; {run['task']}, 3.2M parameters; torch {run['torch']}, Python {run['python']}; {run['date']}; "
-        f"`python -m benchmarks.thin_wire --save`. A step alone took {first:.3f} s before and {last:.3f} s after the others.*"
+        f"`python -m benchmarks.thin_wire --save`. A step alone took {min(run['alone']):.3f} to {max(run['alone']):.3f} s.*"
     )
     details = f"<details><summary>The command of each run</summary><pre>{commands}</pre></details>"
     return "\n".join([*lines, "", how, "", *check, "", details])

@@ -43,6 +43,13 @@ def _loss(part: str, name: str) -> float:
     return mean_of(_arm(part, name)[1], "loss")
 
 
+def _against(part: str, name: str, other: str) -> str:
+    """Over the seeds that both have."""
+    mine, theirs = _arm(part, name)[1], _arm(part, other)[1]
+    both = min(len(mine), len(theirs))
+    return f"{100 * (mean_of(mine[:both], 'loss') / mean_of(theirs[:both], 'loss') - 1):+.1f}%"
+
+
 def _shown_table(part: str) -> str:
     """The table, and under it how it came about."""
     rows, runs, commands = recorded(), [], []
@@ -103,7 +110,7 @@ def _close(row: dict[str, Any]) -> str:
 FILL: dict[str, Callable[..., str]] = {
     "table": _shown_table,
     "loss": lambda part, name: f"{_loss(part, name):.3f}",
-    "against": lambda part, name, other: f"{100 * (_loss(part, name) / _loss(part, other) - 1):+.1f}%",
+    "against": _against,
     "times": _fewer,
     "closed": _closed,
     "thin-wire": _thin_wire,

@@ -33,10 +33,10 @@ bench: $(VENV)/.dev ## Speed, bytes and memory as ratios against peers in the sa
 	$(BIN)/python -m benchmarks.wire
 	$(BIN)/python -m benchmarks.fuzz
 
-evidence: $(VENV)/.dev ## Run one row of every table of the results anew and say how close it comes (about 20 minutes).
+evidence: $(VENV)/.dev ## Run one row of every table of the results anew and say how close it comes.
 	$(BIN)/python -m benchmarks.reproduce
 
-evidence-all: $(VENV)/.dev ## All runs behind the results; goes on where it stopped (about 6 hours on 2 cores).
+evidence-all: $(VENV)/.dev ## All runs behind the results; goes on where it stopped (hours).
 	$(BIN)/python -m benchmarks.evidence
 	$(BIN)/python -m benchmarks.frontier
 	$(BIN)/python -m benchmarks.results

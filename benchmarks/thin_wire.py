@@ -77,15 +77,10 @@ WAYS = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Nowhere:
-    """No flags of a place."""
-
-
 def config_of(command: str) -> RunConfig:
     """The run that a command stands for."""
     algorithm, *flags = shlex.split(command)
-    return parse_run("train", ["--algorithm", algorithm, "--task", TASK, *flags], _Nowhere)[0]
+    return parse_run("train", ["--algorithm", algorithm, "--task", TASK, *flags])[0]
 
 
 def run_in(lab: Lab, speed: str, command: str, steps: int) -> Measured:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 
 import pytest
 from benchmarks import reproduce, results
@@ -40,11 +39,6 @@ def test_figures_in_the_text_are_filled_in(monkeypatch: pytest.MonkeyPatch, tmp_
     assert results.page().splitlines()[-1] == f"a {mean:.3f} b +0.0% c 1.00x"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Nowhere:
-    """A place without flags."""
-
-
 def test_the_commands_of_the_best_rows_are_still_commands() -> None:
     rows = recorded()
     for arms in PARTS.values():
@@ -52,7 +46,7 @@ def test_the_commands_of_the_best_rows_are_still_commands() -> None:
             if (point := best_point(arm, rows)) is None:
                 continue
             run = run_of(arm, point, 0)
-            config, _ = parse_run("sim", shlex.split(run.key)[2:], Nowhere)
+            config, _ = parse_run("sim", shlex.split(run.key)[2:])
             assert (config.algorithm, config.lr, config.steps, config.batch) == (run.algorithm, run.lr, run.steps, run.batch)
             told = {k: tuple(v) if isinstance(v := config.settings[k], list) else v for k in run.settings}
             assert told == run.settings

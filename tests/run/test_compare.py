@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.run.test_lab import real
 from thinwire.errors import ConfigError
 from thinwire.run import places
 from thinwire.run.cli import main
@@ -373,7 +374,7 @@ def test_how_places_are_called_and_repeated() -> None:
     assert Simulated(bandwidth="1mbit", down="5mbit").name == "simulated 1mbit 0ms down 5mbit"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@real
 def test_a_comparison_in_the_lab(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "c"
     code, _, err = call(capsys, "ddp", "--lab", "--bandwidth", "1mbit", *QUICK, "--out", str(out))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from tests.conformance.training import adamw, assert_close, assert_same, backward, model_of, snapshot, train
@@ -14,7 +15,7 @@ from thinwire import Chain, DataParallel, DecoupledDiLoCo, DeMo, Link, SoloLink,
 from thinwire.errors import ConfigError
 from thinwire.run.cli import main
 from thinwire.run.config import PRESETS, RunConfig, check_same_run, read_run_toml, write_run_toml
-from thinwire.run.train import Progress, Trainer, optimizer_of
+from thinwire.run.train import Progress, Trainer, optimizer_of, task_of
 
 
 def made(algorithm: str, **settings: Any) -> Any:
@@ -180,3 +181,24 @@ def test_batchnorm_statistics_are_averaged_in_runs() -> None:
 def test_a_batch_that_does_not_divide_among_the_shards_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"a batch of 8 does not divide among 3 shards"):
         Trainer(RunConfig(task="gpt-nano", device="cpu"), SoloLink(), part=(0, 3))
+
+
+def test_alone_exchanges_nothing_and_every_worker_is_its_inner_optimizer() -> None:
+    config = RunConfig(algorithm="alone", task="quadratic", steps=12, lr=0.05, lr_warmup=0, lr_final=1.0, clip_norm=0.0)
+
+    def worker(link: Link) -> tuple[Progress, list]:
+        trainer = Trainer(config, link)
+        return trainer.run(lambda _: None), snapshot(trainer.model)
+
+    task = task_of(config, 2)
+    for rank, (progress, ended) in enumerate(World(2).run(worker)):
+        assert (progress.sent, progress.payload, progress.rounds, progress.waiting) == (0, 0, 0, 0.0)
+        assert progress.validation is not None
+        assert progress.validation["drift"] > 0
+        model = task.model()
+        inner = torch.optim.AdamW(model.parameters(), lr=0.05, betas=(0.9, 0.95), weight_decay=0.01)
+        for step in range(1, 13):
+            task.loss(model, task.batch(rank, step)).backward()
+            inner.step()
+            inner.zero_grad()
+        assert_same(ended, snapshot(model))

@@ -24,10 +24,12 @@ from rich.console import Console
 from rich.text import Text
 
 from thinwire.errors import ConfigError, ThinwireError
+from thinwire.network import show_seconds
 from thinwire.run.config import RunConfig, about_run, check_same_run, read_run_toml, write_run_toml
 from thinwire.run.places import Place, simulated_as
 from thinwire.run.processes import Process, a_job
 from thinwire.run.records import Record, append_record, read_records, record_of
+from thinwire.run.summary import counted
 from thinwire.run.words import words_of
 from thinwire.run.worker import end_with
 
@@ -123,7 +125,7 @@ def run_all(runs: Sequence[Run], place: Place, out: Path, *, jobs: int, console:
             append_record(out / RECORDS, record)
     todo = [run for run in runs if run not in finished]
     there = f", {len(finished)} of {len(runs)} are there already" if finished else ""
-    console.print(Text(f"{_counted(len(runs), 'run')} in {out}{there}"), soft_wrap=True)
+    console.print(Text(f"{counted(len(runs), 'run')} in {out}{there}"), soft_wrap=True)
     progress = _Progress(len(runs), len(finished), jobs, console)
     failures = []
     ended = _one_by_one(todo, place, progress) if jobs == 1 else _side_by_side(todo, place, jobs, progress)
@@ -219,26 +221,11 @@ class _Progress:
         left = ""
         if self._ended:
             seconds = (time.monotonic() - self._begun) / self._ended * self.left
-            left = f"  about {show_duration(seconds)} left"
+            left = f"  about {show_seconds(seconds)} left"
         self.console.print(Text(f"[{self.started}/{self.total}] {run}{left}", style="bold"), soft_wrap=True)
 
     def ended(self) -> None:
         self._ended, self.left = self._ended + 1, self.left - 1
-
-
-def show_duration(seconds: float) -> str:
-    """Seconds for people.
-
-    >>> show_duration(200), show_duration(40), show_duration(9000)
-    ('3 min', '40 s', '2.5 h')
-    """
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,13 @@ _ABOUT = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Nowhere:
+    """The place of a run that is only described: it has no flags."""
+
+
 def parse_run(
-    command: str, arguments: list[str], place_type: Any, saved: RunConfig | None = None, *, about: str = ""
+    command: str, arguments: list[str], place_type: Any = Nowhere, saved: RunConfig | None = None, *, about: str = ""
 ) -> tuple[RunConfig, Any]:
     """The config and place that the arguments give.
 

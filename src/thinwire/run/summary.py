@@ -56,7 +56,7 @@ def show_summary(folder: Path) -> None:
     sent, seconds = figures["sent"], figures["seconds"]
     less = ddp_bytes(figures) / sent if sent else 0.0
     metric = f", accuracy {figures['val_accuracy']:.4f}" if "val_accuracy" in figures else ""
-    done = f"after {_counted(figures['step'], 'step')} on {_counted(figures['workers'], 'worker')}"
+    done = f"after {counted(figures['step'], 'step')} on {counted(figures['workers'], 'worker')}"
     print(f"validation loss {figures['val_loss']:.4f}{metric} {done}")
     if figures.get("val_drift", 0) > 0:
         print(
@@ -67,10 +67,11 @@ def show_summary(folder: Path) -> None:
         share = 100 * figures["waiting"] / seconds if seconds else 0.0
         versus = f" ({less:.0f}x fewer bytes than sending every gradient)" if less >= 1.5 else ""
         whom = "worker" if figures["shards"] == 1 else f"process ({figures['shards']} to a worker)"
-        rounds = _counted(figures["rounds"], "round")
+        rounds = counted(figures["rounds"], "round")
         print(f"sent {show_bytes(sent)} per {whom} in {rounds}{versus}, {share:.0f}% of the time waiting")
     print(f"run folder: {folder}")
 
 
-def _counted(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
+    """So many of something, in words: 1 step, 2 steps."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

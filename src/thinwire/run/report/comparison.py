@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from thinwire.errors import ConfigError
 from thinwire.run.records import Record
-from thinwire.run.summary import ddp_bytes
+from thinwire.run.summary import counted, ddp_bytes
 from thinwire.run.words import changed
 
 Measure = Literal["sent", "payload"]
@@ -190,13 +190,9 @@ def _title(record: Record, together: bool) -> str:
     job = _job(record, together)
     words = [str(job["task"])]
     if not together:
-        words += [_counted(job["workers"], "worker"), _counted(job["steps"], "step")]
+        words += [counted(job["workers"], "worker"), counted(job["steps"], "step")]
         words += [f"{name.replace('_', '-')} {job[name]}" for name in ("batch", "data", "non_iid") if job[name] is not None]
     return ", ".join(words)
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _identity(record: Record) -> str:

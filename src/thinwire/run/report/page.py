@@ -15,6 +15,7 @@ from thinwire.run.report.drawing import DARK_ARMS, DASHES, LIGHT_ARMS, Drawing
 from thinwire.run.report.figures import colour_numbers
 from thinwire.run.report.svg import inline_svg
 from thinwire.run.report.table import headline, table
+from thinwire.run.summary import counted
 
 _TEXTS = {"arm", "settings", "place"}
 NO_CURVES = "These records have no curves, so there are no figures over steps and time."
@@ -41,7 +42,7 @@ def page(sections: Sequence[tuple[Comparison, Sequence[Drawing]]], *, title: str
     runs = sum(len(arm.records) for comparison, _ in sections for arm in comparison.arms)
     parts = {
         "title": escape(title),
-        "made": f"{_counted(runs, 'run')}, {now()[:10]}, thinwire {escape(thinwire.__version__)}",
+        "made": f"{counted(runs, 'run')}, {now()[:10]}, thinwire {escape(thinwire.__version__)}",
         "footer": escape(
             FOOTER if scipy_is_here() else f"{FOOTER} There is no p without scipy: pip install 'thinwire[report]'."
         ),
@@ -167,7 +168,7 @@ def _about(arm: Arm) -> str:
     facts = {
         "place": first.place,
         "seeds": ", ".join(str(record.config.seed) for record in arm.records),
-        "machine": ", ".join(part for part in (machine, _counted(first.cores, "core") if first.cores else "") if part),
+        "machine": ", ".join(part for part in (machine, counted(first.cores, "core") if first.cores else "") if part),
         "versions": ", ".join(f"{name} {version}" for name, version in first.versions.items() if name != "platform"),
         "date": " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "",
         "evaluated": str(first.figures.get("evaluated", "")),
@@ -175,7 +176,3 @@ def _about(arm: Arm) -> str:
     listed = "".join(f"<dt>{name}</dt><dd>{escape(fact)}</dd>" for name, fact in facts.items() if fact)
     command = f"<pre>{escape(first.command)}</pre>" if first.command else ""
     return f"<details><summary>{escape(arm.name)}</summary>{command}<dl>{listed}</dl></details>"
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,8 +1,8 @@
 """`make evidence`: run one row of every table of docs/results.md anew, and say how close it comes to the record.
 
 The recorded runs add up to 12 minutes on 2 cores. The whole evidence is `make evidence-all`, which takes hours and adds to the
-records; this command changes nothing. On the machine and the versions of a record the losses should be the same to the last digit
-shown; elsewhere sums are rounded in another order, and after hundreds of steps losses differ by what another seed makes.
+records; this command changes nothing. On the machine and the versions of a record the losses should be the same to the last
+digit; elsewhere sums are rounded in another order, and after hundreds of steps losses differ by what another seed makes.
 """
 
 from __future__ import annotations

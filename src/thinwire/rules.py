@@ -50,7 +50,8 @@ def whitened(
         wide = g_.to(v_.dtype) if clip == 1 else g_.to(v_.dtype) * clip
         v_.mul_(b2).addcmul_(wide, wide, value=1 - b2)
         count.add_(1)
-        out.append(wide / v_.sqrt().div_(math.sqrt(1 - b2 ** float(count))).add_(eps))
+        root = v_.sqrt().div_(math.sqrt(1 - b2 ** float(count))).add_(eps)
+        out.append(torch.div(wide, root, out=root))
     return out
 
 

@@ -730,6 +730,19 @@ def test_one_liar_of_five_cannot_move_the_mean_far(chain: Chain, mean: Mean) -> 
     assert math.sqrt(energy(chain.combine(messages, lie)[0])) > 1000 * max(norms)
 
 
+@pytest.mark.parametrize("bad", range(4))
+def test_of_indices_that_are_read_together_the_bad_worker_is_named(bad: int) -> None:
+    chain = Identity(100) >> TopK(3)
+    plan = chain.plan([torch.empty(100)])
+    (section,) = plan.sections
+    messages = [chain.encode(contribution([(100,)], seed)) for seed in range(4)]
+    code = messages[bad].data.view(torch.uint8)[section.start : section.middle]
+    code[:] = 0xFF  # a rank beyond the last, or padding that is not zero
+    with pytest.raises(WireError) as caught:
+        chain.combine(messages, [torch.empty(100)])
+    assert caught.value.rank == bad
+
+
 def test_indices_that_are_decoded_twice_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large messages do not keep their indices between checking and decoding."""
     chain = DCT(64) >> TopK(8) >> Sign()

@@ -90,6 +90,16 @@ def test_any_range_of_sets_reads_as_from_the_whole(code: IndexCode) -> None:
     assert np.array_equal(code.decode(raw, 19, 9), sets[9:])
 
 
+@every_code([(100, 3), (100, 50), (300, 120), (4096, 32)])
+def test_several_codes_read_together_as_one_by_one(code: IndexCode) -> None:
+    sets = [random_sets(code.L, code.k, 11, seed=seed) for seed in range(3)]
+    raws = [code.encode(s) for s in sets]
+    for start, stop in [(0, 11), (3, 9), (4, 4)]:
+        together = code.decode_all(raws, 11, start, stop)
+        assert together.shape == (3, stop - start, code.k)
+        assert np.array_equal(together, np.stack(sets)[:, start:stop])
+
+
 @given(st.data(), st.integers(1, 300))
 @calm
 def test_any_set_survives_every_code(data: st.DataObject, L: int) -> None:

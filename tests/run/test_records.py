@@ -191,6 +191,9 @@ def test_rows_of_the_older_evidence_are_records_without_curves() -> None:
     assert record.figure("sent") is None and record.figure("seconds") is None
     warm = next(r for r in records if r.config.warm_start)
     assert warm.config.warm_lr is not None, "settings of the run are in `run`"
+    drawn = next(r for r in records if r.curve)
+    assert drawn.curve[-1].step == drawn.config.steps and drawn.curve[-1].payload == drawn.figure("payload")
+    assert all(math.isnan(p.seconds) for p in drawn.curve), "the time of a simulation on a busy machine is nobody's time"
 
 
 def test_an_old_row_with_something_missing_is_refused() -> None:

@@ -185,6 +185,10 @@ def test_old_evidence_is_compared_by_the_bytes_it_has() -> None:
     assert rows["AdamW-DDP"]["loss"].startswith("1.720") and rows["AdamW-DDP"]["fewer"] == "1.0x", "as in docs/results.md"
     assert rows["DeMo 1-bit k=172"]["fewer"] == "104x"
     assert [d.name for d in drawings(first, speeds=SPEEDS, latency=("0ms", 0.0))] == ["loss-bytes"]
+    drawn = [c for c in found if all(r.curve for arm in c.arms for r in arm.records)]
+    assert drawn, "later rows have curves, though without a time"
+    names = ["loss-bytes", "loss-steps", "bytes-rounds"]
+    assert all([d.name for d in drawings(c, speeds=SPEEDS, latency=("0ms", 0.0))] == names for c in drawn)
 
 
 def test_a_narrow_terminal_has_fewer_columns_and_whole_numbers() -> None:

@@ -95,23 +95,17 @@ class Encoded:
     Attributes:
         payload: the message.
         finite: whether all that it says is finite.
+        kept: what receivers read, section by section.
+        dense: what they read of the tensors that are sent whole, one after the other.
     """
 
     payload: Payload
     finite: bool
+    kept: list[Kept]
+    dense: Tensor
     _chain: Chain
     _plan: Plan
-    _kept: list[Kept]
-    _dense: Tensor
     _round: int
-
-    def indices(self) -> list[NDArray[np.int32] | None]:
-        """Of each group, which entries of each block are in the message; None where that is not told."""
-        return [kept.indices for kept in self._kept]
-
-    def values(self) -> list[Floats]:
-        """All that receivers read, group by group, then the tensors that are sent whole."""
-        return [v for v in [*(kept.values for kept in self._kept), self._dense.numpy()] if v.size]
 
     def take_from(self, slots: Sequence[Tensor], *, scale: PerTensor = 1.0) -> None:
         """Subtract from slots what receivers read: error feedback, of selection and rounding alike.
@@ -125,7 +119,7 @@ class Encoded:
             for i, part, sent in self._chain.receive([self.payload], slots, round=self._round).each(slots):
                 part.sub_(sent, alpha=scale[i])
             return
-        for section, kept in zip(self._plan.sections, self._kept, strict=True):
+        for section, kept in zip(self._plan.sections, self.kept, strict=True):
             for batch in section.group.batches:
                 place = batch.places(self._chain._indices(section, kept.indices, batch, self._round))
                 values = kept.values[batch.start : batch.stop]
@@ -140,7 +134,7 @@ class Encoded:
         at = 0
         for i in self._plan.layout.dense:
             n = slots[i].numel()
-            slots[i].sub_(self._dense[at : at + n].view(slots[i].shape).to(slots[i].device), alpha=scale[i])
+            slots[i].sub_(self.dense[at : at + n].view(slots[i].shape).to(slots[i].device), alpha=scale[i])
             at += n
 
 
@@ -354,7 +348,7 @@ class Chain(Codec):
         if self.linear:
             assert isinstance(self.values, Float)
             body = body.view(self.values.wire_dtype) if body.numel() else body.to(self.values.wire_dtype)
-        return Encoded(Payload(body), finite, self, plan, kept, torch.from_numpy(read), round)
+        return Encoded(Payload(body), finite, kept, torch.from_numpy(read), self, plan, round)
 
     def _keep(
         self, section: Section, coefficients: Callable[[Batch, _Workspace], list[Tensor]], work: _Workspace, round: int

@@ -19,6 +19,7 @@ import functools
 import itertools
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,22 +68,34 @@ class IndexCode(ABC):
     def _padding(self, code: Bytes, n: int) -> bool:
         """Whether all padding bits are zero."""
 
+    def _read_all(self, codes: Sequence[Bytes], n: int, start: int, stop: int) -> Indices:
+        """`_read` of several codes, one after the other."""
+        return np.concatenate([self._read(code, n, start, stop) for code in codes])
+
     def decode(self, code: Bytes, n: int, start: int = 0, stop: int | None = None) -> Indices:
         """Sets `start` to `stop` of n, [stop - start, k] with strictly increasing rows.
 
         Raises:
             WireError: an index out of range, two equal ones, or padding that is not zero.
         """
+        return self.decode_all([code], n, start, stop)[0]
+
+    def decode_all(self, codes: Sequence[Bytes], n: int, start: int = 0, stop: int | None = None) -> Indices:
+        """`decode` of several codes at once, [codes, stop - start, k]: for short ones much faster than one by one.
+
+        Raises:
+            WireError: see `decode`; it does not say which of the codes is meant.
+        """
         stop = n if stop is None else stop
-        if stop == n and not self._padding(code, n):
+        if stop == n and not all(self._padding(code, n) for code in codes):
             raise WireError("the padding of an index section is not zero")
-        indices = self._read(code, n, start, stop)
+        indices = self._read_all(codes, n, start, stop)
         if indices.size:
             if int(indices[:, -1].max()) >= self.L:
                 raise WireError(f"index out of range: {int(indices.max())} in a block of {self.L}")
             if self.k > 1 and not (indices[:, 1:] > indices[:, :-1]).all():
                 raise WireError("duplicate index, or indices out of order, in a block")
-        return indices
+        return indices.reshape(len(codes), stop - start, self.k)
 
     @property
     def bound(self) -> float:
@@ -261,15 +274,20 @@ class Ranked(IndexCode):
         return np.split(code, np.cumsum(sizes))
 
     def _read(self, code: Bytes, n: int, start: int, stop: int) -> Indices:
-        *limbs, low = self._sections(code, n)
+        return self._read_all([code], n, start, stop)
+
+    def _read_all(self, codes: Sequence[Bytes], n: int, start: int, stop: int) -> Indices:
+        parts = zip(*(self._sections(code, n) for code in codes), strict=True)
+        *limbs, low = (list(of_all) for of_all in parts)
         rest = [
-            unpack(limb, n, width, start, stop).astype(np.int64, copy=False)
-            for limb, width in zip(limbs, self._widths, strict=True)
+            np.concatenate([unpack(limb, n, width, start, stop).astype(np.int64, copy=False) for limb in of_all])
+            for of_all, width in zip(limbs, self._widths, strict=True)
         ]
         high = self._unrank(rest)
         if not self.low:
             return high + np.arange(self.k)
-        return high << self.low | unpack(low, n * self.k, self.low, start * self.k, stop * self.k).reshape(-1, self.k)
+        lows = [unpack(part, n * self.k, self.low, start * self.k, stop * self.k) for part in low]
+        return high << self.low | np.concatenate(lows).reshape(-1, self.k)
 
     def _unrank(self, rest: list[Indices]) -> Indices:
         """The sets b of given ranks, the largest element first: s_j is the largest s with C(s, j + 1) <= what is left."""

@@ -34,8 +34,8 @@ class Point:
     Attributes:
         step: steps taken.
         loss: training loss, the mean over the steps since the point before.
-        seconds: training time.
-        waiting: the part of it spent on the wire.
+        seconds: training time; NaN where it was not recorded.
+        waiting: the part of it spent on the wire; likewise.
         sent: bytes sent.
         payload: bytes of its own messages, before a ring or a gather multiplies them.
         rounds: exchanges.
@@ -233,7 +233,7 @@ def _new_record(row: dict[str, Any]) -> Record:
 
 
 def _old_record(row: dict[str, Any]) -> Record:
-    """A flat row without a curve. Its seconds are those of the whole simulation on a busy machine, so they are left out."""
+    """A flat row. Its seconds are those of the whole simulation on a busy machine, so they are left out, and none in a curve."""
     words = shlex.split(row["command"])
     workers = int(words[words.index("--workers") + 1])
     same = {name: row[name] for name in ("algorithm", "task", "wire", "lr", "settings", "seed", "steps", "batch")}
@@ -249,6 +249,7 @@ def _old_record(row: dict[str, Any]) -> Record:
         command=row["command"],
         place="simulated",
         figures=figures,
+        curve=tuple(_point({"seconds": math.nan, "waiting": math.nan, **point}) for point in row.get("curve", ())),
         versions={name: row[name] for name in ("torch", "python") if name in row},
         cores=row.get("cores", 0),
         date=row.get("date", ""),

@@ -32,13 +32,14 @@ def drawings(comparison: Comparison, *, speeds: Sequence[tuple[str, float]], lat
         latency: of a message there, in words and in seconds.
     """
     with_curve = [arm for arm in comparison.arms if all(len(record.curve) > 1 for record in arm.records)]
+    timed = [arm for arm in with_curve if all(math.isfinite(record.curve[-1].seconds) for record in arm.records)]
     found = [_loss_against_bytes(comparison)]
     if with_curve:
-        found += [
-            _loss_against_steps(comparison, with_curve),
-            _loss_against_time(comparison, with_curve, speeds, latency),
-            _bytes_per_round(comparison, with_curve),
-        ]
+        found.append(_loss_against_steps(comparison, with_curve))
+    if timed:
+        found.append(_loss_against_time(comparison, timed, speeds, latency))
+    if with_curve:
+        found.append(_bytes_per_round(comparison, with_curve))
     drifting = [arm for arm in with_curve if any((p.val_drift or 0) > 0 for r in arm.records for p in r.curve)]
     if drifting:
         found.append(_drift(comparison, drifting))

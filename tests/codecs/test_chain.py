@@ -743,14 +743,20 @@ def test_of_indices_that_are_read_together_the_bad_worker_is_named(bad: int) -> 
     assert caught.value.rank == bad
 
 
-def test_indices_that_are_decoded_twice_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large messages do not keep their indices between checking and decoding."""
+@pytest.mark.parametrize("room", [0, 6], ids=["nothing is kept", "indices are kept"])
+def test_what_is_read_twice_says_the_same(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large messages do not keep what was read between checking and decoding, or their indices only."""
     chain = DCT(64) >> TopK(8) >> Sign()
     workers = [contribution(LARGE, seed) for seed in range(3)]
     messages = [chain.encode(w) for w in workers]
-    kept = chain.combine(messages, workers[0])
-    monkeypatch.setattr("thinwire.codecs.received._KEEP", 0)
-    assert all(map(torch.equal, kept, chain.combine(messages, workers[0])))
+    everything = chain.receive(messages, workers[0])
+    assert all(kept.indices is not None and kept.values is not None for kept in everything._kept)
+    entries = 3 * sum(section.count for section in chain.plan(workers[0]).sections)
+    monkeypatch.setattr("thinwire.codecs.received._KEEP", room * entries)
+    some = chain.receive(messages, workers[0])
+    assert all((kept.indices is None) == (room == 0) and kept.values is None for kept in some._kept)
+    assert all(map(torch.equal, everything.tensors(), some.tensors()))
+    assert everything.squares() == some.squares()
 
 
 # --- Side by side ----------------------------------------------------------------------------------------------------------

@@ -54,6 +54,13 @@ def each_group(values: Scaled, x: Floats, k: int) -> list[tuple[NDArray[np.float
 
 
 @every_format
+def test_a_check_tells_the_largest_of_what_was_written(values: Values) -> None:
+    raw, read = values.write(normal(2000), 8)
+    assert values.check(raw, 2000, 8) == np.abs(read).max()
+    assert values.check(values.write(normal(0), 8)[0], 0, 8) == 0
+
+
+@every_format
 @pytest.mark.parametrize(("count", "k"), [(1, 1), (1, 32), (6, 3), (32, 32), (96, 32), (257, 256), (1000, 8), (333, 7)])
 def test_the_writer_knows_what_will_be_read_bit_for_bit(values: Values, count: int, k: int) -> None:
     x = normal(count)
@@ -396,9 +403,12 @@ def test_any_bytes_are_finite_values_or_are_refused(values: Values, data: st.Dat
     try:
         read = values.read(raw, count, k, 0, count)
     except WireError:
+        with pytest.raises(WireError):
+            values.check(raw, count, k)
         return
     assert read.shape == (count,)
     assert np.isfinite(read).all()
+    assert np.abs(read).max() <= values.check(raw, count, k) < math.inf
 
 
 @pytest.mark.parametrize("kind", [Int8, Fp4, TwoBit, Sign])

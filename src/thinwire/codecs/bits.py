@@ -43,6 +43,13 @@ def pack(numbers: NDArray[np.integer], width: int) -> Bytes:
         rest = numbers >> (8 * q)
         eights = np.zeros((-(-count // 8), 8), np.uint8)
         eights.reshape(-1)[:count] = rest
+        if 8 % r == 0:  # whole numbers of them in a byte
+            several = eights.reshape(-1, 8 // r)
+            packed = several[:, 0].copy()
+            for i in range(1, 8 // r):
+                packed |= several[:, i] << np.uint8(i * r)
+            out[count * q :] = packed
+            return out
         word = eights[:, 0].astype(np.uint64)
         for i in range(1, 8):
             word |= eights[:, i].astype(np.uint64) << np.uint64(i * r)
@@ -82,6 +89,10 @@ def _unpack_rest(packed: Bytes, r: int, start: int, stop: int) -> Bytes:
     part = packed[first * r : last * r]
     if r == 1:
         eights = np.unpackbits(part, bitorder="little")
+    elif 8 % r == 0:
+        eights = np.empty((len(part), 8 // r), np.uint8)
+        for i in range(8 // r):
+            eights[:, i] = (part >> np.uint8(i * r)) & np.uint8((1 << r) - 1)
     else:
         word = np.zeros(last - first, np.uint64)
         word.view(np.uint8).reshape(-1, 8)[:, :r] = part.reshape(-1, r)

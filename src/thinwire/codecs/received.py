@@ -7,6 +7,8 @@ or one or two.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,8 +30,8 @@ from thinwire.payload import Payload
 if TYPE_CHECKING:
     from thinwire.codecs.chain import Chain, Encoded, Plan, Section
 
-_KEEP = 1 << 25  # bytes of what was read to keep from checking to decoding; beyond it everything is read again
-_AT_ONCE = 1 << 12  # blocks of all workers whose indices are decoded in one go
+_KEEP = 1 << 25  # bytes to keep from checking to decoding: of indices, and of all that was read; beyond, it is read again
+_AT_ONCE = 1 << 12  # blocks whose indices are decoded in one go, of one worker or of several
 _HOT = 1 << 18  # entries of a piece that is still in the second-level cache when it is applied
 _MERGED = 1 << 17  # entries of all workers that are merged at once: more workers take smaller batches, not more memory
 _DENSE_ROW = 8  # entries per row from which on a dense product is faster than a sparse one
@@ -41,20 +43,27 @@ def _bytes(payload: Payload) -> Bytes:
 
 
 class _Kept:
-    """What all workers say of a section.
+    """What all workers say of a section, as far as it is kept from checking to decoding.
 
     Attributes:
-        indices: [workers, blocks, k]; None where none are sent.
-        values: [workers, blocks k].
+        indices: [workers, blocks, k], the dearest to read again; None where none are sent or there are too many.
+        values: [workers, blocks k]; None where there are too many.
     """
 
     BYTES = 4 + 4 + 12  # an entry at most: index, value, and the place and the mean that it is merged to
 
-    def __init__(self, section: Section, workers: int):
-        """Make room."""
-        narrow = np.uint16 if section.group.L <= 1 << 16 else np.uint32
-        self.indices = None if section.code is None else np.empty((workers, section.group.blocks, section.k), narrow)
-        self.values = np.empty((workers, section.count), np.float32)
+    def __init__(self, section: Section, workers: int, entries: int):
+        """Make room.
+
+        Args:
+            section: which.
+            workers: how many.
+            entries: of all sections and workers.
+        """
+        narrow = np.dtype(np.uint16 if section.group.L <= 1 << 16 else np.uint32)
+        indexed = section.code is not None and entries * narrow.itemsize <= _KEEP
+        self.indices = np.empty((workers, section.group.blocks, section.k), narrow) if indexed else None
+        self.values = np.empty((workers, section.count), np.float32) if entries * self.BYTES <= _KEEP else None
 
 
 class Received:
@@ -91,7 +100,7 @@ class Received:
         self._weights = mean.weights(weights, len(payloads))
         self._known = {own[0]: own[1]} if own and self._unchanged(*own) else {}
         entries = sum(section.count for section in plan.sections) * len(payloads)
-        self._kept: list[_Kept] | None = [] if entries * _Kept.BYTES <= _KEEP else None
+        self._kept = [_Kept(section, len(payloads), entries) for section in plan.sections]
         self._merged: dict[tuple[int, int], tuple[NDArray[np.int64], Floats]] = {}
         self._largest = 0.0
         squares = self._check()
@@ -127,21 +136,19 @@ class Received:
                     f"a message of {found} bytes, where these shapes and {self.chain!r} make {plan.nbytes}", rank=rank
                 )
         for number, section in enumerate(plan.sections):
-            kept = None if self._kept is None else _Kept(section, len(self._bodies))
+            kept = self._kept[number]
             self._check_indices(section, others, kept)
             for rank in others:
-                values = None if kept is None else kept.values[rank]
+                values = None if kept.values is None else kept.values[rank]
                 raw = self._bodies[rank][section.middle : section.stop]
                 squares[rank] += self._check_values(rank, raw, section.count, section.k, values)
             for rank, encoded in self._known.items():
                 mine = encoded.kept[number]
                 squares[rank] += self._note(mine.values)
-                if kept is not None:
+                if kept.values is not None:
                     kept.values[rank] = mine.values.reshape(-1)
-                    if kept.indices is not None and mine.indices is not None:
-                        kept.indices[rank] = mine.indices
-            if kept is not None and self._kept is not None:
-                self._kept.append(kept)
+                if kept.indices is not None and mine.indices is not None:
+                    kept.indices[rank] = mine.indices
         for rank in others:
             raw = self._bodies[rank][plan.dense_start :]
             squares[rank] += self._check_values(rank, raw, plan.layout.dense_numel, DENSE_GROUP, None)
@@ -149,20 +156,21 @@ class Received:
             squares[rank] += self._note(encoded.dense.numpy())
         return squares
 
-    def _check_indices(self, section: Section, ranks: Sequence[int], kept: _Kept | None) -> None:
-        """Of all workers together: for small models that is several times faster than one after the other."""
-        if section.code is None or not ranks:
+    def _check_indices(self, section: Section, others: Sequence[int], kept: _Kept) -> None:
+        """Of as many workers together as fit: for small models that is several times faster than one after the other."""
+        if section.code is None:
             return
-        blocks, codes = section.group.blocks, [self._bodies[rank][section.start : section.middle] for rank in ranks]
-        step = max(1, _AT_ONCE // len(ranks))
-        for at in range(0, blocks, step):
-            stop = min(at + step, blocks)
+        blocks = section.group.blocks
+        together = max(1, _AT_ONCE // blocks)
+        for first, at in itertools.product(range(0, len(others), together), range(0, blocks, _AT_ONCE)):
+            ranks, stop = others[first : first + together], min(at + _AT_ONCE, blocks)
+            codes = [self._bodies[rank][section.start : section.middle] for rank in ranks]
             try:
                 some = section.code.decode_all(codes, blocks, at, stop)
             except WireError:
                 self._blame(section.code, codes, ranks, blocks, at, stop)
                 raise
-            if kept is not None and kept.indices is not None:
+            if kept.indices is not None:
                 kept.indices[ranks, at:stop] = some
 
     @staticmethod
@@ -175,16 +183,19 @@ class Received:
                 raise WireError(str(error), rank=rank) from None
 
     def _check_values(self, rank: int, raw: Bytes, count: int, k: int, out: Floats | None) -> float:
+        """Check values, note the largest, and keep them where there is room; returns the sum of squares where norms are due."""
         square, step = 0.0, k * max(1, (1 << 20) // k)
-        for at in range(0, count, step):
-            stop = min(at + step, count)
-            try:
-                values = self.chain.values.read(raw, count, k, at, stop)
-            except WireError as error:
-                raise WireError(str(error), rank=rank) from None
-            square += self._note(values)
-            if out is not None:
-                out[at:stop] = values
+        try:
+            if out is None and not self.mean.needs_norms:
+                self._largest = max(self._largest, self.chain.values.check(raw, count, k))
+                return 0.0
+            for at in range(0, count, step):
+                values = self.chain.values.read(raw, count, k, at, min(at + step, count))
+                square += self._note(values)
+                if out is not None:
+                    out[at : at + step] = values
+        except WireError as error:
+            raise WireError(str(error), rank=rank) from None
         return square
 
     # --- Decoding --------------------------------------------------------------------------------------------------------
@@ -207,19 +218,29 @@ class Received:
 
     def dense(self) -> Iterator[tuple[int, Tensor]]:
         """The tensors that were sent whole: place in the list and mean, flat."""
-        plan, values = self.plan, self.chain.values
-        count, at = plan.layout.dense_numel, 0
-        for i in plan.layout.dense:
-            n = math.prod(plan.layout.shapes[i])
+        at, whole = 0, self._dense_mean
+        for i in self.plan.layout.dense:
+            n = math.prod(self.plan.layout.shapes[i])
             flat = torch.empty(n)
             step = max(DENSE_GROUP, (1 << 20) // len(self._bodies))
             for start in range(0, n, step):
                 stop = min(start + step, n)
-                raws = [b[plan.dense_start :] for b in self._bodies]
-                rows = [values.read(r, count, DENSE_GROUP, at + start, at + stop, check=False) for r in raws]
-                flat[start:stop] = torch.from_numpy(self.mean.columns(np.stack(rows) * self._factors[:, None], self._weights))
+                part = self._mean_of_dense(at + start, at + stop) if whole is None else whole[at + start : at + stop]
+                flat[start:stop] = torch.from_numpy(part)
             yield i, flat.to(self.device)
             at += n
+
+    @functools.cached_property
+    def _dense_mean(self) -> Floats | None:
+        """The mean of all of them, where they are small: many small tensors are read in one go, and once."""
+        entries = self.plan.layout.dense_numel
+        return self._mean_of_dense(0, entries) if entries and entries * len(self._bodies) * _Kept.BYTES <= _KEEP else None
+
+    def _mean_of_dense(self, start: int, stop: int) -> Floats:
+        count = self.plan.layout.dense_numel
+        raws = [body[self.plan.dense_start :] for body in self._bodies]
+        rows = [self.chain.values.read(raw, count, DENSE_GROUP, start, stop, check=False) for raw in raws]
+        return self.mean.columns(np.stack(rows) * self._factors[:, None], self._weights)
 
     def squares(self) -> list[float]:
         """The sum of squares of the mean of each tensor, without decoding it: an orthonormal transform keeps norms.
@@ -295,19 +316,19 @@ class Received:
         else:
             places = np.stack([batch.places(self._indices(rank, number, section, batch)).reshape(-1) for rank in ranks])
             merged = self.mean.entries(places, values, self._weights)
-        if self._kept is not None:
+        if self._kept[number].values is not None:
             self._merged[number, batch.start] = merged
         return merged
 
     def _values(self, rank: int, number: int, section: Section, batch: Batch) -> Floats:
         start, stop = batch.start * section.k, batch.stop * section.k
-        if self._kept is not None:
-            return self._kept[number].values[rank, start:stop]
+        if (values := self._kept[number].values) is not None:
+            return values[rank, start:stop]
         raw = self._bodies[rank][section.middle : section.stop]
         return self.chain.values.read(raw, section.count, section.k, start, stop, check=False)
 
     def _indices(self, rank: int, number: int, section: Section, batch: Batch) -> NDArray[np.integer]:
-        if self._kept is not None and (indices := self._kept[number].indices) is not None:
+        if (indices := self._kept[number].indices) is not None:
             return indices[rank, batch.start : batch.stop].astype(np.int64)
         assert section.code is not None
         code = self._bodies[rank][section.start : section.middle]

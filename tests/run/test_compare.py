@@ -374,6 +374,16 @@ def test_how_places_are_called_and_repeated() -> None:
     assert Simulated(bandwidth="1mbit", down="5mbit").name == "simulated 1mbit 0ms down 5mbit"
 
 
+def test_a_lab_that_cannot_be_is_refused_before_anything_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    for rate, told in (("1mbit", "network namespaces need root"), ("1kbit", "in the arm 'ddp': the lab shapes to")):
+        code, _, err = call(capsys, "ddp", "--lab", "--bandwidth", rate, *QUICK, "--out", str(tmp_path / "c"))
+        assert code == 2 and told in err, err
+        assert not (tmp_path / "c").exists()
+
+
 @real
 def test_a_comparison_in_the_lab(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "c"

@@ -340,17 +340,20 @@ def test_a_name_that_is_taken_is_refused_and_the_other_lab_stays(name: str) -> N
 
 
 @real
-def test_ctrl_c_while_it_is_made_leaves_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_who_is_stopped_while_it_is_made_leaves_nothing(
+    stop: signal.Signals, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, called = net.call, []
 
     def stopped(command: list[str]) -> str:
         called.append(command)
         if len(called) == 8:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(stop)
         return whole(command)
 
     monkeypatch.setattr(net, "call", stopped)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt if stop == signal.SIGINT else SystemExit):
         Lab(2, name=name).up()
     assert len(called) > 8
     assert name not in net.namespaces()
@@ -401,22 +404,31 @@ def test_up_status_run_and_down(name: str, capfd: pytest.CaptureFixture[str]) ->
 
 
 @real
-def test_ctrl_c_leaves_no_namespace_and_no_process() -> None:
-    command = [sys.executable, "-m", "thinwire", "lab", "run", "--", "sh", "-c", "echo started; sleep 61 & sleep 61; true"]
+@pytest.mark.parametrize("borrowed", [False, True], ids=["a lab of its own", "a lab that is up"])
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_who_is_stopped_leaves_no_process_and_no_namespace_of_his(stop: signal.Signals, borrowed: bool, name: str) -> None:
+    rates = Lab(2, name=name, bandwidth=50e6).rates
+    flags = ["--name", name, "--bandwidth", "20mbit"] if borrowed else []
+    if borrowed:
+        Lab(2, name=name, bandwidth=50e6).up()
+    command = [sys.executable, "-m", "thinwire", "lab", "run", *flags, "--", "sh", "-c", "echo started; sleep 61 & sleep 61"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line == b"started\n":
                 break
-        name = f"run-{process.pid}"
-        inside = net.processes_in(net.namespaces()[name])
+        lab = name if borrowed else f"run-{process.pid}"
+        inside = net.processes_in(net.namespaces()[lab])
         assert len(inside) >= 2
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, stop)
         _, err = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert b"stopped by Ctrl-C" in err
-    assert name not in net.namespaces()
+    assert process.returncode == 128 + stop
+    assert (b"stopped by Ctrl-C" in err) == (stop == signal.SIGINT)
     assert [pid for pid in inside if net._runs(pid)] == []
+    if borrowed:
+        assert find()[name].rates == rates, "as it was found"
+    else:
+        assert lab not in net.namespaces()
 
 
 @real

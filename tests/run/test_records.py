@@ -259,7 +259,7 @@ def test_a_run_on_such_a_link_is_shown_as_it_was() -> None:
     assert record_on_link(lab, bandwidth=100e6) == [p.seconds for p in lab.curve]
     assert record_on_link(lab, bandwidth=10e6)[-1] > lab.curve[-1].seconds
     assert ran_on(made_record("a", place="simulated 10mbit 20ms"), bandwidth=10e6, latency=0.02)
-    for place in ("processes", "lab 100mbit down 20mbit", "my own cluster"):
+    for place in ("processes", "lab 100mbit down 20mbit", "simulated 100mbit 0ms down 20mbit", "my own cluster"):
         assert not ran_on(made_record("a", place=place), bandwidth=100e6)
 
 

@@ -27,7 +27,7 @@ from thinwire.run.records import Record, append_record, read_records, thinned
 from thinwire.run.report import write_report
 from thinwire.run.report.comparison import Comparison, Sample, comparisons, p_value
 from thinwire.run.report.curves import curves_of, evaluations, round_sizes, smoothed, steps
-from thinwire.run.report.drawing import DARK_ARMS, LIGHT_ARMS, save_svg, show_seconds
+from thinwire.run.report.drawing import DARK_ARMS, LIGHT_ARMS, save_svg
 from thinwire.run.report.figures import drawings
 from thinwire.run.report.svg import inline_svg
 from thinwire.run.report.table import headline, show_p, show_times, table
@@ -174,7 +174,6 @@ def test_common_settings_are_said_once() -> None:
 def test_numbers_for_people() -> None:
     assert [show_times(x) for x in (0.4, 1.0, 8.04, 103.6, 1056.2)] == ["0.4x", "1.0x", "8.0x", "104x", "1,056x"]
     assert [show_p(p) for p in (0.0004, 0.0042, 0.0704, 1.0)] == ["<0.001", "0.0042", "0.07", "1.00"]
-    assert [show_seconds(s) for s in (0.02, 5, 90, 7200, 200_000)] == ["20 ms", "5 s", "1.5 min", "2 h", "2.31 d"]
 
 
 def test_old_evidence_is_compared_by_the_bytes_it_has() -> None:

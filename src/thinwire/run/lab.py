@@ -91,7 +91,7 @@ class Lab:
     def __enter__(self) -> Lab:
         """Make the network; from here on it is removed however this process ends, but for SIGKILL."""
         with contextlib.ExitStack() as way_out:
-            way_out.enter_context(_signals_pass_through())
+            way_out.enter_context(unwinding())
             way_out.callback(self._remove)
             atexit.register(self._remove)  # for a Ctrl-C between here and the first line of the block
             self.up()
@@ -118,15 +118,16 @@ class Lab:
         if self.name in net.namespaces():
             raise LabError(f"a lab called {self.name!r} is up already: `thinwire lab down --name {self.name}` removes it")
         first, *rest = net.commands_up(self.name, self.rates)
-        try:
-            with _undisturbed():
-                net.call(first)  # who makes the hub has the name: until here there is nothing of ours to remove
-                self._made = True
-                for command in rest:
-                    net.call(command)
-        except BaseException:
-            self._remove()
-            raise
+        with unwinding():
+            try:
+                with _undisturbed():
+                    net.call(first)  # who makes the hub has the name: until here there is nothing of ours to remove
+                    self._made = True
+                    for command in rest:
+                        net.call(command)
+            except BaseException:
+                self._remove()
+                raise
 
     def reshape(self, *, bandwidth: float | Sequence[float], down: float | Sequence[float] | None = None) -> None:
         """Change the rates of a lab that is up; what is under way goes on."""
@@ -225,7 +226,10 @@ def find() -> dict[str, Lab]:
         if net.hub(name) not in parts or net.home(name, workers - 1) not in parts:
             continue  # half made, or half removed by hand
         lab = Lab(workers, name=name)
-        lab.rates = net.read_rates(name, workers)
+        try:
+            lab.rates = net.read_rates(name, workers)
+        except KeyError:  # likewise: a namespace without its wire
+            continue
         labs[name] = lab
     return labs
 
@@ -281,7 +285,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signals_pass_through() -> Iterator[None]:
+def unwinding() -> Iterator[None]:
     """Have SIGTERM and SIGHUP unwind as Ctrl-C does, so that the way out is taken."""
 
     def unwind(number: int, _: Any) -> None:

@@ -28,6 +28,8 @@ def record_on_link(record: Record, *, bandwidth: float, latency: float = 0.0) ->
 def ran_on(record: Record, *, bandwidth: float, latency: float = 0.0) -> bool:
     """Whether the record's own seconds are those of such a link, in the lab or simulated."""
     kind, *link = record.place.split()
+    if len(link) > 2:  # a downward speed of its own
+        return False
     try:
         speed = parse_bandwidth(link[0]) if link else math.inf
         delay = parse_duration(link[1]) if len(link) > 1 else 0.0

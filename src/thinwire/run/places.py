@@ -16,6 +16,7 @@ from thinwire.network import Network, parse_bandwidth, parse_duration
 from thinwire.run import checkpoint
 from thinwire.run.config import ALONE, RunConfig, about_run, read_run_toml
 from thinwire.run.flags import one_or_each
+from thinwire.run.lab import Lab
 from thinwire.run.launch import launch, worker_environment
 from thinwire.run.simulate import simulate
 from thinwire.run.start import refuse_what_ddp_ignores
@@ -124,22 +125,22 @@ class InLab:
         if config.shards != 1:
             raise ConfigError(f"a worker in the lab is one process, got --shards {config.shards}")
         refuse_what_ddp_ignores(config)
-        self._network().check(config.workers or 2)
+        self._lab(config)
 
     def run(self, folder: Path, console: Console) -> None:
         """Make the wires, start the workers behind them, remove the wires."""
-        from thinwire.run.lab import Lab
-
         del console
-        config, network = read_run_toml(folder / "run.toml"), self._network()
+        config = read_run_toml(folder / "run.toml")
         every = _checkpoints(config, self.checkpoint_every)
         environment = worker_environment(self.timeout, resume=_can_resume(folder, config), checkpoint_every=every)
-        with Lab(config.workers or 2, bandwidth=network.bandwidth, down=network.down) as lab:
+        with self._lab(config) as lab:
             worker = [sys.executable, "-m", "thinwire.run.worker", str(folder)]
             lab.run(worker, env=environment, timeout=math.inf, patience=self.timeout + 10)
 
-    def _network(self) -> Network:
-        return _network(self.bandwidth, self.down, "0ms")
+    def _lab(self, config: RunConfig) -> Lab:
+        """Of its rates, not made yet."""
+        network = _network(self.bandwidth, self.down, "0ms")
+        return Lab(config.workers or 2, bandwidth=network.bandwidth, down=network.down)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,14 +142,15 @@ def record_of(folder: Path, *, arm: str | None = None, place: str | None = None)
 
 
 def thinned(points: Sequence[Point], *, most: int = POINTS) -> tuple[Point, ...]:
-    """At most `most` points, and all that were evaluated; each has the mean loss of those it stands for."""
+    """At most `most` points, and all that were evaluated; each has the mean of the finite losses of those it stands for."""
     evaluated = {i for i, point in enumerate(points) if point.val_loss is not None}
     count = max(1, min(most - len(evaluated), len(points)))
     even = {round((i + 1) * len(points) / count) - 1 for i in range(count)}
     kept, before = [], -1
     for i in sorted((evaluated | even if len(points) > most else set(range(len(points)))) & set(range(len(points)))):
         stands_for = points[before + 1 : i + 1]
-        loss = sum(point.loss for point in stands_for) / len(stands_for)
+        losses = [point.loss for point in stands_for if math.isfinite(point.loss)]
+        loss = sum(losses) / len(losses) if losses else math.nan
         kept.append(Point(**{**asdict(points[i]), "loss": loss}))
         before = i
     return tuple(kept)
@@ -233,7 +234,7 @@ def _new_record(row: dict[str, Any]) -> Record:
 
 
 def _old_record(row: dict[str, Any]) -> Record:
-    """A flat row. Its seconds are those of the whole simulation on a busy machine, so they are left out, and none in a curve."""
+    """A flat row. Its seconds are those of the whole simulation on a busy machine, so they are left out, in its curve too."""
     words = shlex.split(row["command"])
     workers = int(words[words.index("--workers") + 1])
     same = {name: row[name] for name in ("algorithm", "task", "wire", "lr", "settings", "seed", "steps", "batch")}

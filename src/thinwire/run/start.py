@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ def claim_folder(config: RunConfig, place: TrainPlace, *, where: str | None = No
             raise ConfigError(f"{folder} already holds this run: add --resume to go on with it, or choose another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        command = " ".join(sys.argv[1:])
+        command = shlex.join(sys.argv[1:])
         new = {"resumed": now(), "resumed_by": command} if place.resume else {"command": command, "cores": os.cpu_count() or 0}
         where = where or os.environ.get("THINWIRE_PLACE")
         wire = {"place": where} if where else {}

@@ -18,6 +18,7 @@ from thinwire.run.commands.report import terminal
 from thinwire.run.compare import RECORDS, Run, run_all, run_folders
 from thinwire.run.config import RunConfig, new_folder
 from thinwire.run.flags import parse_run, peek
+from thinwire.run.namespaces import check_machine
 from thinwire.run.places import InLab, Place, Processes, Simulated
 from thinwire.run.records import record_of
 from thinwire.run.report.comparison import comparisons
@@ -38,7 +39,7 @@ class ComparePlace:
     lab: bool = False
     """Put each worker behind a real wire of --bandwidth, as `thinwire lab` does; needs root."""
     bandwidth: str | None = None
-    """Of each worker's link in the simulator or in the lab, such as 100mbit."""
+    """Of each worker's link in the simulator or in the lab, such as 100mbit; or one per worker, separated by commas."""
     down: str | None = None
     """Downward bandwidth where it differs, as on home links."""
     latency: str | None = None
@@ -71,6 +72,8 @@ def main(arguments: list[str]) -> int:
     runs = _runs(arms, flags)
     for run in runs[: len(arms)]:  # the first seed of each: a typo in the last arm costs nothing
         _check(run, place)
+    if flags.lab:
+        check_machine()
     return _compare(runs, place, flags, again=[*words, *common])
 
 

@@ -216,7 +216,7 @@ def _show_machine(console: Console, machine: Machine) -> None:
         "network": ", ".join(f"{name} {at}" for name, at in machine.interfaces.items() if at) or "no address",
         "gloo": f"GLOO_SOCKET_IFNAME {machine.gloo_interface or 'not set'}, {machine.host} is {machine.address or 'unknown'}",
         "extras": extras + (f"; not installed: {', '.join(missing)}" if missing else ""),
-        "lab": f"thinwire lab cannot run: no {', '.join(lab)}" if lab else "root, ip and tc: thinwire lab can run",
+        "lab": f"thinwire lab cannot run: no {', '.join(lab)}" if lab else "root, ip and tc are there for thinwire lab",
         "disk": f"{show_bytes(machine.free)} free here",
     }
     for name, text in lines.items():

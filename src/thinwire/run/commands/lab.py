@@ -20,7 +20,7 @@ from thinwire.errors import ConfigError
 from thinwire.network import parse_bandwidth, parse_duration, show_bytes
 from thinwire.run import namespaces as net
 from thinwire.run.config import new_folder
-from thinwire.run.lab import Lab, LabError, check_command, find, take_down
+from thinwire.run.lab import Lab, LabError, check_command, find, take_down, unwinding
 from thinwire.run.measured import Measured, read_figures, show_measured
 
 HELP = """\
@@ -268,10 +268,11 @@ def _lab_called(name: str, workers: int | None) -> Lab:
 def _borrowed(lab: Lab) -> Iterator[None]:
     """Leave a lab as it was found."""
     before = lab.rates
-    try:
-        yield
-    finally:
-        lab.reshape(bandwidth=[r.up for r in before], down=[r.down for r in before])
+    with unwinding():
+        try:
+            yield
+        finally:
+            lab.reshape(bandwidth=[r.up for r in before], down=[r.down for r in before])
 
 
 def _speeds_of(flags: RunFlags, lab: Lab) -> list[Speed]:

@@ -48,15 +48,21 @@ def smoothed(losses: Sequence[float]) -> np.ndarray:
     """Mean over a window of a 20th of the curve around each point.
 
     At the start, where a loss falls fast, the window reaches as far to one side as to the other; at the end, where it is flat,
-    it keeps its left half.
+    it keeps its left half. A loss that is not finite takes no part: the round was refused, and training went on.
     """
     values = np.asarray(losses, dtype=float)
+    finite = np.isfinite(values)
     half = len(values) // 40
-    sums = np.concatenate([[0.0], np.cumsum(values)])
     where = np.arange(len(values))
     left = np.minimum(where, half)
     right = np.minimum(len(values) - 1 - where, left)
-    return (sums[where + right + 1] - sums[where - left]) / (left + right + 1)
+
+    def over_window(summands: np.ndarray) -> np.ndarray:
+        sums = np.concatenate([[0.0], np.cumsum(summands)])
+        return sums[where + right + 1] - sums[where - left]
+
+    counts = over_window(finite)
+    return np.divide(over_window(np.where(finite, values, 0.0)), counts, out=np.full(len(values), np.nan), where=counts > 0)
 
 
 def evaluations(arm: Arm, clock: Clock, *, figure: str = "val_loss") -> tuple[list[float], list[float]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from thinwire.errors import MissingDependency
-from thinwire.network import show_bytes
+from thinwire.network import show_bytes, show_seconds
 
 try:
     import matplotlib as mpl
@@ -88,13 +88,7 @@ def save_svg(drawing: Drawing, file: BinaryIO, *, panel: int) -> None:
 
 
 def _save(panels: Sequence[Panel], to: Any, style: Style, *, form: str, title: str = "", names: Sequence[str] = ()) -> None:
-    exact: dict[Any, Any] = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "thinwire",
-        "text.parse_math": False,
-        "path.simplify_threshold": 0.3,
-    }
-    with warnings.catch_warnings(), mpl.rc_context({**exact, **_looks(style)}):
+    with warnings.catch_warnings(), mpl.rc_context(_looks(style)):
         warnings.filterwarnings("ignore", message="Glyph")  # a name in letters that the font lacks; browsers find another
         width, height = SIZE if len(panels) == 1 and not panels[0][0] else PANEL
         key = 0.22 * math.ceil(len(names) / (KEYS * len(panels)))
@@ -179,18 +173,6 @@ def seconds_axis(axis: Any) -> None:
 _TIMES = [round(unit * times, 6) for unit in (0.001, 0.01, 0.1, 1) for times in (1, 2, 5)]
 _TIMES += [10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 5 * 3600, 10 * 3600]
 _TIMES += [86400 * days for days in (1, 2, 5, 10, 20, 50, 100)]
-
-
-def show_seconds(value: float) -> str:
-    """Seconds for people: 20 s, 5 min, 2 h, 3 d.
-
-    >>> show_seconds(600)
-    '10 min'
-    """
-    for unit, seconds in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
-        if value >= seconds:
-            return f"{value / seconds:.3g} {unit}"
-    return f"{value * 1000:.3g} ms"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from thinwire.run.summary import counted
 
 _TEXTS = {"arm", "settings", "place"}
 NO_CURVES = "These records have no curves, so there are no figures over steps and time."
+NO_TIMES = "These records have no times, so there is no figure over time."
 NO_DRIFT = "At every evaluation all workers held the same model: no arm drifted."
 FOOTER = (
     "Loss: mean over seeds, with their standard deviation. p: Welch's t-test against the baseline, two-sided: how likely so "
@@ -43,9 +44,7 @@ def page(sections: Sequence[tuple[Comparison, Sequence[Drawing]]], *, title: str
     parts = {
         "title": escape(title),
         "made": f"{counted(runs, 'run')}, {now()[:10]}, thinwire {escape(thinwire.__version__)}",
-        "footer": escape(
-            FOOTER if scipy_is_here() else f"{FOOTER} There is no p without scipy: pip install 'thinwire[report]'."
-        ),
+        "footer": escape(FOOTER if scipy_is_here() else f"{FOOTER} {NO_SCIPY}"),
         "digest": digest,
         "style": style,
         "sections": "\n".join(
@@ -72,7 +71,7 @@ def _section(number: int, comparison: Comparison, figures: Sequence[Drawing], *,
     common = show_settings(comparison.common)
     verdict = headline(comparison)
     names = {figure.name for figure in figures}
-    notes = [] if "loss-steps" in names else [NO_CURVES]
+    notes = [NO_CURVES] if "loss-steps" not in names else [NO_TIMES] if "loss-time" not in names else []
     notes += [SIMULATED] if any(arm.first.place.startswith("simulated") for arm in comparison.arms) else []
     return "\n".join(
         [
@@ -83,7 +82,7 @@ def _section(number: int, comparison: Comparison, figures: Sequence[Drawing], *,
             _key(comparison),
             '<div class="figures">',
             *(_figure(figure, prefix=f"s{number}-{figure.name}") for figure in figures),
-            _no_drift() if "loss-steps" in names and "drift" not in names else "",
+            _no_drift() if "drift" not in names and _never_drifted(comparison) else "",
             "</div>",
             *(f'<p class="note">{escape(note)}</p>' for note in notes),
             "<h3>In numbers</h3>",
@@ -93,6 +92,12 @@ def _section(number: int, comparison: Comparison, figures: Sequence[Drawing], *,
             "</section>",
         ]
     )
+
+
+def _never_drifted(comparison: Comparison) -> bool:
+    """Whether all arms were evaluated on the way, and no worker's model was apart from the others'."""
+    curves = [record.curve for arm in comparison.arms for record in arm.records]
+    return all(any(point.val_drift == 0 for point in curve) for curve in curves)
 
 
 def _key(comparison: Comparison) -> str:

@@ -14,8 +14,8 @@ from typing import Any
 
 from thinwire.run.config import RunConfig
 
-STEPS = {"gpt-nano": 384, "gpt-small": 512, "cnn-fashion": 400}
-BATCH = {"gpt-nano": 4, "gpt-small": 2, "cnn-fashion": 32}
+STEPS = {"gpt-nano": 384, "cnn-fashion": 400}
+BATCH = {"gpt-nano": 4, "cnn-fashion": 32}
 SEEDS = (0, 1, 2)
 FINALISTS = {"gpt-nano": 2, "cnn-fashion": 1}
 H = 8
@@ -294,7 +294,7 @@ WARM_LOW_RANK: dict[str, Any] = {**WARM, "warm_lr": 4e-3}
 def _low_rank(run: dict[str, Any], lrs: list[float], length: dict[str, Any]) -> list[Arm]:
     own = LORDO_OWN | ({"betas": (0.99, 0.99)} if run is WARM_LOW_RANK else {})
     inner = {**LOW_RANK, "qh_betas": (0.9,)} if run is WARM_LOW_RANK else LOW_RANK
-    grid, seeds = {"lr": lrs}, SEEDS[:1]
+    grid, seeds = {"lr": lrs}, SEEDS if run is WARM_LOW_RANK else SEEDS[:1]
     return [
         Arm("low-rank Adam, DDP", "gpt-nano", "data-parallel", None, {}, grid, seeds, run={**run, **inner}, **length),
         Arm("LoRDO", "gpt-nano", "lordo", None, own, grid, seeds, run=run, **length),
@@ -343,7 +343,7 @@ WARM_STREAMING = [
 # The methods that are not in the tables above already, each in the protocol of the table that it joins: after a warm start on
 # the GPT, from scratch on the CNN, and after a shorter warm start once more on a GPT of four times the size.
 SPARSE_OWN: dict[str, Any] = {**K, "over": "workers", "beta": 0.95, "outer_lr": 1.0}
-SPARSE, SPARSE_CNN = "Identity(64) >> TopK(64) >> TwoBit()", "Identity(64) >> TopK(0.03) >> TwoBit()"
+SPARSE = "Identity(64) >> TopK(64) >> TwoBit()"
 
 
 def _after_warm_start(
@@ -357,8 +357,10 @@ DECOUPLED_WIRE = "DCT(64) >> TopK(128) >> Sign()"
 HEADLINE = [
     WARM_CLOCKS[0],  # what they are measured against
     _after_warm_start("DeMo 1-bit k=172", "demo", "DCT(64) >> TopK(172) >> Sign()", [1e-3, 1.4e-3, 2e-3]),
-    _after_warm_start("DeMo 1-bit k=32", "demo", "DCT(64) >> TopK(32) >> Sign()", [1.4e-3], (0,)),
+    _after_warm_start("DeMo 1-bit k=32", "demo", "DCT(64) >> TopK(32) >> Sign()", [1.4e-3]),
+    _after_warm_start("DeMo 1-bit k=8", "demo", "DCT(64) >> TopK(8) >> Sign()", [1.4e-3]),
     _after_warm_start("decoupled DiLoCo H=8 k=128", "decoupled-diloco", DECOUPLED_WIRE, [1e-3, 1.4e-3], H=8, beta=0.95),
+    _after_warm_start("decoupled DiLoCo H=32 k=128", "decoupled-diloco", DECOUPLED_WIRE, [1.4e-3], (0,), H=32, beta=0.95),
     _after_warm_start("SparseLoCo H=32", "decoupled-diloco", SPARSE, [1e-3, 1.4e-3], **SPARSE_OWN),
     _after_warm_start("Streaming DiLoCo tau=1", "streaming-diloco", None, [1.4e-3], **K, fragments=4, tau=1, **MOMENTUM),
 ]
@@ -386,7 +388,7 @@ def _larger(arm: Arm, lr: float, **settings: Any) -> Arm:
     """An arm of the warm-start protocol on a GPT of 3M parameters, one seed, at about the lr that was best on 0.8M."""
     run = {**arm.run, "warm_start": 128}
     point = {"lr": [lr], **{name: [value] for name, value in settings.items()}}
-    return Arm(arm.name, "gpt-small", arm.algorithm, arm.wire, arm.settings, point, (0,), run=run)
+    return Arm(arm.name, "gpt-small", arm.algorithm, arm.wire, arm.settings, point, (0,), run=run, **SHORTER)
 
 
 _BY_NAME = {arm.name: arm for arm in (*WARM_LORDO, *HEADLINE, *WARM_CLOCKS)}

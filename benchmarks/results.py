@@ -1,6 +1,7 @@
 """docs/results.md from its text in benchmarks/results.md and the records: `python -m benchmarks.results`.
 
-What stands between double braces in the text is filled in from the records, so that no figure on the page is typed by hand:
+What stands between double braces in the text is filled in from the records. Some figures of finished tables are typed all the
+same: who adds records reads the text again.
 
     {{ table PART }}                      all arms of a part with their best settings, and how they were run
     {{ loss PART / ARM }}                 mean over the seeds
@@ -80,31 +81,38 @@ def _closed(part: str, name: str, low: str, high: str) -> str:
 
 
 def _thin_wire() -> str:
-    """Two tables from the last run in the lab: time over the same job alone, and how close meter and plan are."""
-    run = record.last("thin_wire")
+    """Two tables of the lab: time over the same job alone, and how close plan and meter are."""
+    run, counted = record.last("thin_wire"), record.last("thin_wire_bytes")
+    ratios = {row["way"]: row["interface_over_metered"] for row in counted["rows"]}
     rows = {(row["way"], row["speed"]): row for row in run["rows"]}
     speeds = [s for s in SPEEDS if any(speed == s for _, speed in rows)]
-    shown = ["unlimited" if s == "inf" else s for s in speeds]
+    shown, limited = ["unlimited" if s == "inf" else s for s in speeds], [s for s in speeds if s != "inf"]
     lines = [f"| time per step, over the same job alone | {' | '.join(shown)} |", "|---|" + "---:|" * len(speeds)]
-    check = ["| plan against measured; interface over meter | " + " | ".join(shown) + " |", "|---|" + "---:|" * len(speeds)]
+    check = [
+        f"| plan, against measured | {' | '.join(limited)} | interface over meter |",
+        "|---|" + "---:|" * (len(limited) + 1),
+    ]
     for way in dict.fromkeys(way for way, _ in rows):
-        here = [rows.get((way, speed)) for speed in speeds]
-        lines.append(f"| {way} | " + " | ".join(f"{row['factor']:.2f}" if row else "" for row in here) + " |")
-        cells = [_close(row) if row else "" for row in here]
-        check.append(f"| {way} | " + " | ".join(cells) + " |")
-    commands = "\n".join(f"{row['speed']}: {row['command']}" for row in run["rows"]).replace(">", "&gt;")
+        factors = [f"{row['factor']:.2f}" if (row := rows.get((way, s))) else "" for s in speeds]
+        lines.append(f"| {way} | {' | '.join(factors)} |")
+        check.append(f"| {way} | {' | '.join(_plan_off(rows.get((way, s))) for s in limited)} | {ratios[way]:.3f} |")
+    commands = [f"{row['speed']}: {row['command']}" for row in run["rows"]]
+    commands += [f"bytes: {row['command']}" for row in counted["rows"]]
+    alone = [row["alone"] for row in run["rows"]]
     how = (
-        f"*Measured in one run: {run['workers']} processes in network namespaces on {run['cores']} cores, links shaped by the "
-        f"kernel; {run['task']}, 3.2M parameters; torch {run['torch']}, Python {run['python']}; {run['date']}; "
-        f"`python -m benchmarks.thin_wire --save`. A step alone took {min(run['alone']):.3f} to {max(run['alone']):.3f} s.*"
+        f"*Each method in one run with the job alone: {run['workers']} processes in network namespaces on {run['cores']} "
+        f"cores, links shaped by the kernel; {run['task']}, 3.2M parameters; torch {run['torch']}, Python {run['python']}; "
+        f"{run['date']}; `python -m benchmarks.thin_wire --save`. A step alone took {min(alone):.3f} to {max(alone):.3f} s. "
+        f"Bytes: `python -m benchmarks.thin_wire --bytes --save`, {counted['date']}.*"
     )
-    details = f"<details><summary>The command of each run</summary><pre>{commands}</pre></details>"
-    return "\n".join([*lines, "", how, "", *check, "", details])
+    told = "\n".join(commands).replace(">", "&gt;")
+    return "\n".join(
+        [*lines, "", *check, "", how, "", f"<details><summary>The command of each run</summary><pre>{told}</pre></details>"]
+    )
 
 
-def _close(row: dict[str, Any]) -> str:
-    off = row["predicted_seconds_per_step"] / row["seconds_per_step"] - 1
-    return f"{off:+.0%}; {row['interface_over_metered']:.3f}"
+def _plan_off(row: dict[str, Any] | None) -> str:
+    return f"{row['predicted_seconds_per_step'] / row['seconds_per_step'] - 1:+.0%}" if row else ""
 
 
 FILL: dict[str, Callable[..., str]] = {

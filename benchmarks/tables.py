@@ -31,12 +31,13 @@ def table(part: str) -> str:
     base = {(arm.task, arm.steps): runs for arm in dense if (runs := rows_of(arm, rows))}
     images = any("accuracy" in runs[0] for _, runs in arms)
     warm = any(arm.run.get("warm_start") for arm, _ in arms)
-    head = "| arm | best settings | loss, mean (spread) | against AdamW-DDP |"
+    head = "| arm | best settings | loss, mean (range over seeds) | against AdamW-DDP |"
     bytes_head = " fewer bytes after the warm start |" if warm else " fewer bytes |"
     lines += [head + (" accuracy, points against DDP |" if images else "") + bytes_head + " drift | seeds |"]
     lines += ["|---|---|---:|---:|" + ("---:|" if images else "") + "---:|---:|---:|"]
     for arm, runs in arms:
-        loss, spread = mean_of(runs, "loss"), max(r["loss"] for r in runs) - min(r["loss"] for r in runs)
+        loss = mean_of(runs, "loss")
+        apart = f" ({max(r['loss'] for r in runs) - min(r['loss'] for r in runs):.3f})" if len(runs) > 1 else ""
         against, behind, accuracy = base.get((arm.task, arm.steps)), "", ""
         if against:
             behind = f"{100 * (loss / mean_of(against[: len(runs)], 'loss') - 1):+.1f}%"
@@ -48,7 +49,7 @@ def table(part: str) -> str:
         best = ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in point.items())
         drift = f"{mean_of(runs, 'drift'):.3f}" if mean_of(runs, "drift") else "0"
         lines.append(
-            f"| {arm.name} | {best} | {loss:.3f} ({spread:.3f}) | {behind} |{accuracy} {times(fewer(arm, runs, against))} |"
+            f"| {arm.name} | {best} | {loss:.3f}{apart} | {behind} |{accuracy} {times(fewer(arm, runs, against))} |"
             f" {drift} | {len(runs)} |"
         )
     return "\n".join(lines)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shlex
+from typing import Any
 
 import pytest
 from benchmarks import reproduce, results
 from benchmarks.arms import PARTS, run_of
 from benchmarks.evidence import best_point, recorded
+from benchmarks.tables import mean_of
 
+from thinwire.run.advice import METHODS, Method
 from thinwire.run.flags import parse_run
 
 
@@ -56,3 +59,45 @@ def test_every_table_has_a_row_to_be_repeated() -> None:
     assert set(reproduce.ROWS) == set(PARTS)
     for part, name in reproduce.ROWS.items():
         assert name in [arm.name for arm in PARTS[part]], part
+
+
+MEASURED = {  # where the losses of `thinwire plan` are from; DiLoCo's beyond H = 32 are published
+    "demo": ("headline", {8: "DeMo 1-bit k=8", 32: "DeMo 1-bit k=32", 172: "DeMo 1-bit k=172"}),
+    "local-adam": ("warm-clocks", {32: "Local Adam"}),
+    "mt-dao": ("warm-clocks", {32: "MT-DAO"}),
+    "mt-dao fp4": ("wires", {32: "MT-DAO fp4, K_v=192"}),
+    "des-loc": ("warm-clocks", {32: "DES-LOC (32, 96, 192)"}),
+    "diloco": ("warm-clocks", {32: "DiLoCo"}),
+    "streaming-diloco": ("headline", {32: "Streaming DiLoCo tau=1"}),
+    "decoupled-diloco": ("headline", {8: "decoupled DiLoCo H=8 k=128", 32: "decoupled DiLoCo H=32 k=128"}),
+    "sparseloco": ("headline", {32: "SparseLoCo H=32"}),
+    "lordo": ("warm-lordo", {32: "LoRDO"}),
+}
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m.losses and m.name != "ddp"], ids=lambda m: m.name)
+def test_the_losses_of_the_plan_are_those_of_the_records(method: Method) -> None:
+    part, arms = MEASURED[method.name]
+    told, baseline = dict(method.losses), results._arm("warm-clocks", "AdamW-DDP")[1]
+    for value, name in arms.items():
+        runs = results._arm(part, name)[1]
+        found = 100 * (mean_of(runs, "loss") / mean_of(baseline[: len(runs)], "loss") - 1)  # over the same seeds
+        assert told.pop(value) == pytest.approx(found, abs=0.051), value
+    assert method.warm and (not told or method.name in ("diloco", "streaming-diloco")), f"of {told} there is no record"
+
+
+def test_times_on_thin_wires_are_shown_beside_the_plan_and_the_meter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(way: str, speed: str, seconds: float, predicted: float) -> dict[str, Any]:
+        times = {"factor": seconds / 0.5, "seconds_per_step": seconds, "predicted_seconds_per_step": predicted, "alone": 0.5}
+        return {"way": way, "speed": speed, **times, "command": f"thinwire train --algorithm {way} --batch 16"}
+
+    machine = {"cores": 2, "torch": "2", "python": "3", "date": "2026-01-01"}
+    about = {**machine, "workers": 4, "task": "gpt-small"}
+    rows = [row("ddp", "inf", 0.55, 0.55), row("ddp", "10mbit", 20.0, 19.0), row("demo", "10mbit", 0.6, 0.66)]
+    counted = [{"way": way, "command": way, "interface_over_metered": 1.0123} for way in ("ddp", "demo")]
+    records = {"thin_wire": {**about, "rows": rows}, "thin_wire_bytes": {**about, "rows": counted}}
+    monkeypatch.setattr(results.record, "last", records.__getitem__)
+    shown = results.FILL["thin-wire"]().splitlines()
+    assert "| ddp | 1.10 | 40.00 |" in shown and "| demo |  | 1.20 |" in shown
+    assert "| ddp | -5% | 1.012 |" in shown and "| demo | +10% | 1.012 |" in shown
+    assert any("0.500 to 0.500 s" in line for line in shown)

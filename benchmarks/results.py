@@ -9,6 +9,7 @@ same: who adds records reads the text again.
     {{ times PART / ARM }}                how many times fewer bytes than gradients at every step
     {{ closed PART / ARM / LOW / HIGH }}  which part of the gap between two others an arm closes
     {{ thin-wire }}                       times on shaped links, bytes of the interface, and what the plan had predicted
+    {{ factor WAY / SPEED }}              of these: time per step over the same job alone
 """
 
 from __future__ import annotations
@@ -111,6 +112,13 @@ def _thin_wire() -> str:
     )
 
 
+def _factor(way: str, speed: str) -> str:
+    rows = {(row["way"], row["speed"]): row for row in record.last("thin_wire")["rows"]}
+    if (way, speed) not in rows:
+        raise SystemExit(f"{SOURCE.name} asks for {way!r} at {speed!r}: measured were {', '.join(map(' at '.join, rows))}")
+    return f"{rows[way, speed]['factor']:.2f}"
+
+
 def _plan_off(row: dict[str, Any] | None) -> str:
     return f"{row['predicted_seconds_per_step'] / row['seconds_per_step'] - 1:+.0%}" if row else ""
 
@@ -122,6 +130,7 @@ FILL: dict[str, Callable[..., str]] = {
     "times": _fewer,
     "closed": _closed,
     "thin-wire": _thin_wire,
+    "factor": _factor,
 }
 
 

@@ -54,7 +54,7 @@ class Way:
     Attributes:
         name: in the table.
         command: of `thinwire train`, from the name of the algorithm on.
-        steps: whole periods of it.
+        steps: whole periods of it; many where the end of a run has a cost of its own, as the last fragments of streaming.
         slow: other settings and steps where the wire is that slow.
         speeds: at which it is run.
         runs: of which the fastest counts.
@@ -81,7 +81,7 @@ WAYS = [
     Way("decoupled DiLoCo H=8", DECOUPLED, 32, runs=2),
     Way("MT-DAO fp4", MT_DAO.format(H=32, u=32, v=192), 192, {"10mbit": (MT_DAO.format(H=64, u=128, v=384), 384)}, _THREE),
     Way("DiLoCo H=32", "diloco --H 32", 32, {"10mbit": ("diloco --H 32 --wire fp4", 32)}, runs=2),
-    Way("Streaming DiLoCo H=32", STREAMING.format(2), 64, {"10mbit": (f"{STREAMING.format(5)} --wire fp4", 64)}, runs=2),
+    Way("Streaming DiLoCo H=32", STREAMING.format(2), 192, {"10mbit": (f"{STREAMING.format(5)} --wire fp4", 192)}),
     Way("Local Adam K=32", "local-adam --H 32", 32, speeds=_THREE, runs=2),
     Way("SparseLoCo H=32", SPARSE, 32, speeds=_THREE, runs=2),
     Way("LoRDO K=32", "lordo --H 32", 32, speeds=_THREE, runs=2),

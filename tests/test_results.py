@@ -6,7 +6,7 @@ import shlex
 from typing import Any
 
 import pytest
-from benchmarks import reproduce, results
+from benchmarks import record, reproduce, results, thin_wire
 from benchmarks.arms import PARTS, run_of
 from benchmarks.evidence import best_point, recorded
 from benchmarks.tables import mean_of
@@ -101,3 +101,23 @@ def test_times_on_thin_wires_are_shown_beside_the_plan_and_the_meter(monkeypatch
     assert "| ddp | 1.10 | 40.00 |" in shown and "| demo |  | 1.20 |" in shown
     assert "| ddp | -5% | 1.012 |" in shown and "| demo | +10% | 1.012 |" in shown
     assert any("0.500 to 0.500 s" in line for line in shown)
+
+
+def test_the_record_of_the_lab_holds_what_is_said_of_it() -> None:
+    rows = {(row["way"], row["speed"]): row for row in record.last("thin_wire")["rows"]}
+    assert {way.name for way in thin_wire.WAYS} == {way for way, _ in rows}
+    for seed in ("DeMo k=32", "DeMo k=8", "decoupled DiLoCo H=8", "MT-DAO fp4"):
+        assert rows[seed, "100mbit"]["factor"] <= 1.15 and rows[seed, "10mbit"]["factor"] <= 1.4, seed
+    close = [
+        way.name
+        for way in thin_wire.WAYS
+        if all(abs(plan_off(rows[way.name, s])) <= 0.15 for s in ("1gbit", "100mbit", "10mbit") if (way.name, s) in rows)
+    ]
+    three = [name for name in close if (name, "1gbit") in rows]
+    assert len(three) >= 5, f"the plan is within 15% at three bandwidths for {three} only"
+    counted = record.last("thin_wire_bytes")["rows"]
+    assert len(counted) == len(thin_wire.WAYS) and all(1 <= row["interface_over_metered"] <= 1.05 for row in counted)
+
+
+def plan_off(row: dict[str, Any]) -> float:
+    return row["predicted_seconds_per_step"] / row["seconds_per_step"] - 1

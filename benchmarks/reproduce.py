@@ -95,6 +95,8 @@ def main(parts: tuple[str, ...] = tuple(PARTS), jobs: int = 2, lab: bool = True)
     for column in ("recorded loss", "now", "differs by", "bytes differ by"):
         table.add_column(column, justify="right")
     far = []
+    recorded_minutes = sum(rows[run.key]["seconds"] for run in runs.values()) / 60 / jobs
+    print(f"{len(runs)} runs, the longest first; when they were recorded they took {recorded_minutes:.0f} minutes", flush=True)
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=4) as pool:
         longest_first = sorted(runs, key=lambda part: -rows[runs[part].key]["seconds"])  # no core idles at the end
         futures = {pool.submit(measure, runs[part]): part for part in longest_first}

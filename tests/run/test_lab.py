@@ -412,7 +412,9 @@ def test_who_is_stopped_leaves_no_process_and_no_namespace_of_his(stop: signal.S
     if borrowed:
         Lab(2, name=name, bandwidth=50e6).up()
     command = [sys.executable, "-m", "thinwire", "lab", "run", *flags, "--", "sh", "-c", "echo started; sleep 61 & sleep 61"]
+    handled = signal.signal(stop, signal.SIG_DFL)  # under nohup it is ignored, and so it would be by what is started
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
+        signal.signal(stop, handled)
         assert process.stdout is not None
         for line in process.stdout:
             if line == b"started\n":
@@ -421,7 +423,11 @@ def test_who_is_stopped_leaves_no_process_and_no_namespace_of_his(stop: signal.S
         inside = net.processes_in(net.namespaces()[lab])
         assert len(inside) >= 2
         os.killpg(process.pid, stop)
-        _, err = process.communicate(timeout=30)
+        try:
+            _, err = process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
     assert process.returncode == 128 + stop
     assert (b"stopped by Ctrl-C" in err) == (stop == signal.SIGINT)
     assert [pid for pid in inside if net._runs(pid)] == []

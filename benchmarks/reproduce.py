@@ -97,7 +97,8 @@ def main(parts: tuple[str, ...] = tuple(PARTS), jobs: int = 2, lab: bool = True)
     far = []
     recorded_minutes = sum(rows[run.key]["seconds"] for run in runs.values()) / 60 / jobs
     print(f"{len(runs)} runs, the longest first; when they were recorded they took {recorded_minutes:.0f} minutes", flush=True)
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=4) as pool:
+    # Without max_tasks_per_child, with which a pool that has more tasks than workers hangs (CPython issue 115634).
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         longest_first = sorted(runs, key=lambda part: -rows[runs[part].key]["seconds"])  # no core idles at the end
         futures = {pool.submit(measure, runs[part]): part for part in longest_first}
         for done, future in enumerate(as_completed(futures), 1):

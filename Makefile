@@ -33,7 +33,7 @@ bench: $(VENV)/.dev ## Speed, bytes and memory as ratios against peers in the sa
 	$(BIN)/python -m benchmarks.wire
 	$(BIN)/python -m benchmarks.fuzz
 
-evidence: $(VENV)/.dev ## Run one row of every table of the results anew and say how close it comes.
+evidence: $(VENV)/.dev ## Run one row of every table of the results anew and say how close it comes (about 20 minutes).
 	$(BIN)/python -m benchmarks.reproduce
 
 evidence-all: $(VENV)/.dev ## All runs behind the results; goes on where it stopped (hours).

@@ -27,13 +27,13 @@ types: $(VENV)/.dev ## Pyright.
 docs: $(VENV)/.dev ## Build the docs into site/; fails on a broken link or an undocumented public name.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-bench: $(VENV)/.dev ## Speed, bytes and memory as ratios against peers in the same run; a million hostile messages (about 20 minutes).
+bench: $(VENV)/.dev ## Speed, bytes and memory as ratios against peers in the same run; a million hostile messages (about 15 minutes).
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.optimizers
 	$(BIN)/python -m benchmarks.wire
 	$(BIN)/python -m benchmarks.fuzz
 
-evidence: $(VENV)/.dev ## Run one row of every table of the results anew and say how close it comes (about 20 minutes).
+evidence: $(VENV)/.dev ## Run one row of every table of the results anew and say how close it comes (about 15 minutes).
 	$(BIN)/python -m benchmarks.reproduce
 
 evidence-all: $(VENV)/.dev ## All runs behind the results; goes on where it stopped (hours).

@@ -1,6 +1,6 @@
 """`make evidence`: run one row of every table of docs/results.md anew, and say how close it comes to the record.
 
-On 2 cores it takes about 20 minutes. The whole evidence is `make evidence-all`, which takes hours and adds to the
+On 2 cores it takes about 15 minutes. The whole evidence is `make evidence-all`, which takes hours and adds to the
 records; this command changes nothing. On the machine and the versions of a record the losses should be the same to the last
 digit; elsewhere sums are rounded in another order, and after hundreds of steps losses differ by what another seed makes.
 """

@@ -27,7 +27,7 @@ types: $(VENV)/.dev ## Pyright.
 docs: $(VENV)/.dev ## Build the docs into site/; fails on a broken link or an undocumented public name.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-bench: $(VENV)/.dev ## Speed, bytes and memory as ratios against peers in the same run; a million hostile messages (about 15 minutes).
+bench: $(VENV)/.dev ## Speed, bytes and memory as ratios against peers in the same run; a million hostile messages (about 20 minutes).
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.optimizers
 	$(BIN)/python -m benchmarks.wire

@@ -146,7 +146,7 @@ def main(part: str = "all", jobs: int = 2) -> None:
     if not arms:
         raise SystemExit(f"part must be one of {', '.join(PARTS)} or all, got {part!r}")
     arms = [arm for arm in arms if has_data(arm)]
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=8) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         under_way: dict[Any, str] = {}
         while True:
             todo = [run for run in missing(arms) if run.key not in under_way.values()]

@@ -57,8 +57,7 @@ def chosen(part: str) -> Run | None:
 
 def tolerance_of(arm: Arm) -> float:
     """How far a loss may be from its record: 2%, or as far as the seeds of the arm are apart where that is more."""
-    rows = recorded()
-    losses = [row["loss"] for row in tables.rows_of(arm, rows)]
+    losses = [row["loss"] for row in tables.rows_of(arm, recorded())]
     return max(0.02, max(losses) / min(losses) - 1)
 
 
@@ -97,7 +96,7 @@ def main(parts: tuple[str, ...] = tuple(PARTS), jobs: int = 2, lab: bool = True)
     far = []
     recorded_minutes = sum(rows[run.key]["seconds"] for run in runs.values()) / 60 / jobs
     print(f"{len(runs)} runs, the longest first; when they were recorded they took {recorded_minutes:.0f} minutes", flush=True)
-    # Without max_tasks_per_child, with which a pool that has more tasks than workers hangs (CPython issue 115634).
+    # No max_tasks_per_child here nor in benchmarks/evidence.py: a pool then hangs with tasks left (CPython issue 115634).
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         longest_first = sorted(runs, key=lambda part: -rows[runs[part].key]["seconds"])  # no core idles at the end
         futures = {pool.submit(measure, runs[part]): part for part in longest_first}

@@ -1,4 +1,4 @@
-"""Time on really thin wires: `python -m benchmarks.thin_wire --save` (root, iproute2; about 45 minutes on a quiet machine).
+"""Time on really thin wires: `python -m benchmarks.thin_wire --save` (root, iproute2; about 50 minutes on a quiet machine).
 
 Four workers as real processes in network namespaces, a GPT of 3M parameters, links shaped by the kernel. For every method and
 speed: seconds per step over those of the same job with no communication at all ("alone", in the same run, on the same cores),

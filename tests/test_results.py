@@ -115,8 +115,23 @@ def test_the_record_of_the_lab_holds_what_is_said_of_it() -> None:
     ]
     three = [name for name in close if (name, "1gbit") in rows]
     assert len(three) >= 5, f"the plan is within 15% at three bandwidths for {three} only"
+    readme = (results.PAGE.parents[1] / "README.md").read_text(encoding="utf-8")
+    for way, digits in (("torch DDP", 1), ("DeMo k=8", 2), ("decoupled DiLoCo H=8", 2), ("MT-DAO fp4", 2)):
+        told = f"| {rows[way, '100mbit']['factor']:.2f} | {rows[way, '10mbit']['factor']:.{digits}f} |"
+        assert told in readme, f"{way} in the README's table"
     counted = record.last("thin_wire_bytes")["rows"]
     assert len(counted) == len(thin_wire.WAYS) and all(1 <= row["interface_over_metered"] <= 1.05 for row in counted)
+
+
+def test_methods_that_were_not_measured_again_stay_in_the_record(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setattr(record, "RECORDS", tmp_path)
+    new = [{"way": "DiLoCo H=32", "factor": 1.0}]
+    assert thin_wire._with_last("thin_wire", new) == new, "there is no record yet"
+    record.append(
+        "thin_wire", {"rows": [{"way": w, "factor": 2.0} for w in ("torch DDP", "DiLoCo H=32", "gone", "LoRDO K=32")]}
+    )
+    rows = thin_wire._with_last("thin_wire", new)
+    assert [(row["way"], row["factor"]) for row in rows] == [("torch DDP", 2.0), ("DiLoCo H=32", 1.0), ("LoRDO K=32", 2.0)]
 
 
 def plan_off(row: dict[str, Any]) -> float:

@@ -1,0 +1,35 @@
+"""A change that should change nothing changes nothing: the first 64 steps of every method against `tests/golden`."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests import golden
+from tests.processes import Pool
+
+
+@functools.cache
+def _same_arithmetic(name: str) -> bool:
+    return golden.read(name)["control"] == golden.control()
+
+
+@pytest.mark.parametrize(("place", "name", "size", "gather"), golden.set_ups())
+def test_a_conformance_set_up_gives_what_it_gave(place: str, name: str, size: int, gather: bool, pool: Pool) -> None:
+    before = golden.read("conformance")["entries"][repr((place, name, size, gather))]
+    found = golden.measure_set_up(place, name, size, gather, pool)
+    assert golden.differences(before, found, same_arithmetic=_same_arithmetic("conformance")) == []
+
+
+def test_every_arm_and_set_up_has_a_golden_entry_and_no_other_has() -> None:
+    assert golden.read("arms")["entries"].keys() == golden.arms().keys()
+    assert golden.read("conformance")["entries"].keys() == {repr(key) for key in golden.set_ups()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", golden.arms())
+def test_an_arm_of_the_records_begins_as_it_did(name: str) -> None:
+    before = golden.read("arms")["entries"][name]
+    found = golden.measure_arm(golden.arms()[name])
+    assert golden.differences(before, found, same_arithmetic=_same_arithmetic("arms")) == []

@@ -26,6 +26,7 @@ from mkdocs.structure.pages import Page
 PACKAGES = (
     "thinwire",
     "thinwire.links",
+    "thinwire.checkpoint",
     "thinwire.codecs",
     "thinwire.sim",
     "thinwire.algorithms",
@@ -49,7 +50,6 @@ MODULES = (
     "thinwire.pace",
     "thinwire.payload",
     "thinwire.rules",
-    "thinwire.run.checkpoint",
     "thinwire.schedules",
     "thinwire.states",
     "thinwire.streaming",

@@ -101,14 +101,14 @@ def main(settings: Settings) -> None:
     # All workers hold the same model; each computes its loss on the same text.
     sent = link.meter.totals.sent / settings.steps
     with opt.shared_model(model):
-        mine = (worker, task.evaluate(model)["loss"], sent)
-    told: list[tuple[int, float, float]] = [mine] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
-    losses = {loss for _, loss, _ in told}
+        mine = torch.tensor([worker, task.evaluate(model)["loss"], sent], dtype=torch.float64, device=device)
+    told = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(told, mine)  # numbers, not objects: those would be unpickled, and a pickle can run code
+    losses = {loss for _, loss, _ in map(torch.Tensor.tolist, told)}
     assert len(losses) == 1, f"the workers' models differ: {losses}"
-    of_worker = sum(bytes_sent for number, _, bytes_sent in told if number == worker)
+    of_worker = sum(bytes_sent for number, _, bytes_sent in map(torch.Tensor.tolist, told) if number == worker)
     dense = ring_traffic("mean", [4 * parameters] * settings.workers, rank=0).sent
-    say(f"validation loss {mine[1]:.4f}, the same on all {settings.workers} workers")
+    say(f"validation loss {losses.pop():.4f}, the same on all {settings.workers} workers")
     say(f"sent on the slow axis per step: {show_bytes(sent)} per process, {show_bytes(of_worker)} per worker")
     say(f"fp32 DDP would send there:      {show_bytes(dense)} per worker" + (f", {dense / of_worker:.0f}x" if dense else ""))
     thinwire.disconnect()

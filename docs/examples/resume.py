@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 import thinwire
-from thinwire.run import checkpoint
+from thinwire import checkpoint
 
 
 def train(link, folder, steps):

@@ -71,7 +71,7 @@ _HOME = {
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
-    from thinwire import errors, optim
+    from thinwire import checkpoint, errors, optim
     from thinwire.agreement import broadcast, running_statistics
     from thinwire.algorithm import Algorithm, Policy
     from thinwire.algorithms import MTDAO, DataParallel, DecoupledDiLoCo, DeMo, DiLoCo, LocalSGD, LoRDO, NoLoCo, StreamingDiLoCo
@@ -117,7 +117,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> object:
     """Import a public name on its first use."""
-    if name in ("errors", "optim"):
+    if name in ("checkpoint", "errors", "optim"):
         return importlib.import_module(f"thinwire.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'thinwire' has no attribute {name!r}")

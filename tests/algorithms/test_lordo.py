@@ -15,13 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.conformance.training import assert_close, assert_same, backward, model_of, snapshot, train
 from tests.processes import LIMIT, Pool
-from thinwire import Dense, Flaky, Int8, Link, LoRDO, Metered, SoloLink, TorchLink, World
+from thinwire import Dense, Flaky, Int8, Link, LoRDO, Metered, SoloLink, TorchLink, World, checkpoint
 from thinwire.errors import ConfigError
 from thinwire.links.mesh import shard_model
 from thinwire.low_rank import similarity
 from thinwire.network import ring_traffic
 from thinwire.optim import LowRankAdam, QHAdam
-from thinwire.run import checkpoint
 from thinwire.run.config import RunConfig
 from thinwire.run.train import Trainer
 

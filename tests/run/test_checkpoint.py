@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.conformance.test_sharded import uneven
 from tests.conformance.training import ALGORITHMS, NAMES, H, adamw, assert_same, build, model_of, sgd, snapshot, train
 from tests.processes import LIMIT, Pool
-from thinwire import Link, SoloLink, TorchLink, Wrapper
+from thinwire import Link, SoloLink, TorchLink, Wrapper, checkpoint
+from thinwire.checkpoint.files import read_sums, sum_of, write_sums
 from thinwire.errors import CheckpointError
 from thinwire.links.mesh import shard_model
 from thinwire.links.shards import local, reshard
-from thinwire.run import checkpoint
 
 STOP = H + 2
 
@@ -30,7 +30,7 @@ def _save_then_train_on(link: TorchLink, name: str, folder: Path) -> list:
     model = model_of()
     opt = build(name, model.parameters(), link)
     train(model, opt, link.rank, STOP)
-    checkpoint.save(folder, model, opt, link, extra={"sent": 100.0 + link.rank}, group=link.group)
+    checkpoint.save(folder, model, opt, link, extra={"sent": 100.0 + link.rank})
     train(model, opt, link.rank, 2 * H, first=STOP + 1)
     return snapshot(model)
 
@@ -38,7 +38,7 @@ def _save_then_train_on(link: TorchLink, name: str, folder: Path) -> list:
 def _load_and_train_on(link: TorchLink, name: str, folder: Path) -> tuple:
     model = model_of(seed=99)
     opt = build(name, model.parameters(), link)
-    resumed = checkpoint.load(checkpoint.finished(folder)[-1], model, opt, link, group=link.group)
+    resumed = checkpoint.load(checkpoint.finished(folder)[-1], model, opt, link)
     start = snapshot(model), opt.steps, opt.pending_steps
     train(model, opt, link.rank, 2 * H, first=STOP + 1)
     return snapshot(model), resumed, start
@@ -89,11 +89,9 @@ def test_without_shared_state_the_number_of_workers_must_be_the_same(name: str, 
 
 
 def test_replicated_state_is_written_once_and_per_worker_state_under_its_worker(tmp_path: Path, pool: Pool) -> None:
-    from torch.distributed.checkpoint import FileSystemReader
-
     pool.run(_save_then_train_on, 2, "diloco", tmp_path)
     path = checkpoint.finished(tmp_path)[-1]
-    keys = set(FileSystemReader(path).read_metadata().state_dict_metadata)
+    keys = json.loads((path / "thinwire.json").read_text())["tensors"].keys()
     assert "replicated/state/first.weight/anchor" in keys
     assert "replicated/state/first.weight/momentum" in keys
     for rank in range(2):
@@ -181,9 +179,9 @@ def _batchnorm_run(link: TorchLink, folder: Path, save: bool) -> tuple:
     if save:
         torch.manual_seed(link.rank)
         model(torch.randn(8, 3))
-        checkpoint.save(folder, model, opt, link, extra={"sent": 7.0}, group=link.group)
+        checkpoint.save(folder, model, opt, link, extra={"sent": 7.0})
         return model[1].running_mean.clone(), None
-    resumed = checkpoint.load(checkpoint.finished(folder)[-1], model, opt, link, group=link.group)
+    resumed = checkpoint.load(checkpoint.finished(folder)[-1], model, opt, link)
     return model[1].running_mean.clone(), resumed
 
 
@@ -231,14 +229,14 @@ def test_damaged_files_are_one_clear_error_and_nothing_changes(tmp_path: Path) -
     path = checkpoint.save(tmp_path, model, opt, SoloLink())
     train(model, opt, 0, 1, first=3)
     before = snapshot(model)
-    (data,) = path.glob("*.distcp")
-    for file in (data, path / ".metadata"):
+    for name in ("worker0.0.safetensors", "replicated.0.safetensors", "thinwire.json", "SHA256SUMS"):
+        file = path / name
         whole = file.read_bytes()
         file.write_bytes(whole[: len(whole) // 2])
         with pytest.raises(CheckpointError, match="is damaged"):
             checkpoint.load(path, model, opt, SoloLink())
         file.unlink()
-        with pytest.raises(CheckpointError, match="is damaged"):
+        with pytest.raises(CheckpointError, match=r"is damaged|is not a finished thinwire checkpoint"):
             checkpoint.load(path, model, opt, SoloLink())
         file.write_bytes(whole)
     assert_same(before, snapshot(model))
@@ -274,16 +272,24 @@ def test_going_back_gives_up_the_later_ones(tmp_path: Path) -> None:
     assert [p.name for p in checkpoint.finished(tmp_path)] == ["step-00000002", "step-00000003"]
 
 
-def test_a_broken_description_is_refused(tmp_path: Path) -> None:
+def _rewritten(path: Path, text: str) -> None:
+    """Another description, with the checksum that belongs to it."""
+    (path / "thinwire.json").write_text(text)
+    sums = read_sums(path) | {"thinwire.json": sum_of(path / "thinwire.json")}
+    write_sums(path, sums)
+
+
+def test_a_description_of_another_format_is_refused(tmp_path: Path) -> None:
     model = model_of()
     opt = build("diloco", model.parameters(), SoloLink())
     path = checkpoint.save(tmp_path, model, opt, SoloLink())
     description = json.loads((path / "thinwire.json").read_text())
-    (path / "thinwire.json").write_text(json.dumps(description | {"format": 99}))
-    with pytest.raises(CheckpointError, match="has format 99, this version reads 1"):
+    _rewritten(path, json.dumps(description | {"format": 99}))
+    with pytest.raises(CheckpointError, match="has format 99, this version reads 2"):
         checkpoint.load(path, model, opt, SoloLink())
-    (path / "thinwire.json").write_text("{")
-    with pytest.raises(CheckpointError, match="not a finished thinwire checkpoint"):
+    (path / "SHA256SUMS").unlink()
+    (path / "thinwire.json").write_text(json.dumps({"format": 1}))
+    with pytest.raises(CheckpointError, match="has format 1, which thinwire no longer reads, since it holds a pickle"):
         checkpoint.load(path, model, opt, SoloLink())
 
 
@@ -296,7 +302,7 @@ def test_a_disk_that_fails_leaves_the_last_good_one(tmp_path: Path, monkeypatch:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_publish", full)
+    monkeypatch.setattr("thinwire.checkpoint.api.publish", full)
     train(model, opt, 0, 1, first=2)
     with pytest.raises(CheckpointError, match="No space left on device; older ones are untouched"):
         checkpoint.save(tmp_path, model, opt, SoloLink())
@@ -309,8 +315,7 @@ SAVES_FOR_EVER = """
 import sys, torch
 from pathlib import Path
 from tests.conformance.training import build, model_of, train
-from thinwire import SoloLink
-from thinwire.run import checkpoint
+from thinwire import SoloLink, checkpoint
 torch.set_num_threads(1)
 model = model_of()
 opt = build("diloco", model.parameters(), SoloLink())
@@ -363,7 +368,7 @@ def _folder_is_a_file(link: TorchLink, folder: Path) -> str:
     model = model_of()
     opt = build("diloco", model.parameters(), link)
     try:
-        checkpoint.save(folder, model, opt, link, group=link.group)
+        checkpoint.save(folder, model, opt, link)
     except CheckpointError as error:
         return str(error)
     return "saved"

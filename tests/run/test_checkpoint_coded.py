@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.conformance.test_sharded import uneven
 from tests.conformance.training import assert_same, train
 from tests.processes import LIMIT, Pool
-from thinwire import DCT, DeMo, Link, SoloLink, TopK, TorchLink
+from thinwire import DCT, DeMo, Link, SoloLink, TopK, TorchLink, checkpoint
 from thinwire.errors import CheckpointError
 from thinwire.links.mesh import shard_model
 from thinwire.links.shards import local, reshard
-from thinwire.run import checkpoint
 
 STOP, MORE = 3, 3
 Summary = dict[str, Any]
@@ -50,20 +49,18 @@ def _state(model: nn.Module, opt: DeMo) -> Summary:
 
 
 def _save(link: TorchLink, folder: Path, mesh: tuple[int, int] | None, settings: dict[str, Any]) -> Summary:
-    group = link.group if mesh is None else None
     model, opt, link = _built(link, mesh, 0, settings)
     train(model, opt, link.rank, STOP)
-    checkpoint.save(folder, model, opt, link, group=group)
+    checkpoint.save(folder, model, opt, link)
     saved = _state(model, opt)
     train(model, opt, link.rank, MORE, first=STOP + 1)
     return saved | {"end": _state(model, opt)["all"]}
 
 
 def _load(link: TorchLink, folder: Path, mesh: tuple[int, int] | None, settings: dict[str, Any]) -> Summary:
-    group = link.group if mesh is None else None
     model, opt, link = _built(link, mesh, 1, settings)
     train(model, opt, link.rank, 1)  # nothing of what was there before may stay
-    resumed = checkpoint.load(checkpoint.finished(folder)[-1], model, opt, link, group=group)
+    resumed = checkpoint.load(checkpoint.finished(folder)[-1], model, opt, link)
     loaded = _state(model, opt)
     train(model, opt, link.rank, MORE, first=STOP + 1)
     end = _state(model, opt)["all"]
@@ -146,12 +143,12 @@ def test_momenta_of_another_codec_are_refused(tmp_path: Path) -> None:
 
 
 def _keys(folder: Path) -> set[str]:
-    return set(FileSystemReader(checkpoint.finished(folder)[-1]).read_metadata().state_dict_metadata)
+    return set(json.loads((checkpoint.finished(folder)[-1] / "thinwire.json").read_text())["tensors"])
 
 
 def _load_alone(link: TorchLink, folder: Path) -> tuple[int, list[str]]:
     model, opt, _ = _built(link, None, 1, {"delay": True, "weight_decay": 0.5})
-    notes = checkpoint.load(checkpoint.finished(folder)[-1], model, opt, link, group=link.group).notes
+    notes = checkpoint.load(checkpoint.finished(folder)[-1], model, opt, link).notes
     before = [p.detach().clone() for p in model.parameters()]
     opt.finish()  # would send a round of zeros and decay the weights for it
     assert_same(before, [p.detach() for p in model.parameters()], "nothing is under way")

@@ -12,10 +12,9 @@ from torch import nn
 
 from tests.conformance.training import H, assert_same, build, model_of, snapshot, train
 from tests.processes import Pool
-from thinwire import MTDAO, DataParallel, Link, SoloLink, TorchLink, World
+from thinwire import MTDAO, DataParallel, Link, SoloLink, TorchLink, World, checkpoint
 from thinwire.errors import ConfigError
 from thinwire.optim import QHADOPT, QHM, LowRankAdam, QHAdam, QHMuon, propose_beta
-from thinwire.run import checkpoint
 from thinwire.run.cli import main
 from thinwire.run.config import RunConfig, check_same_run, read_run_toml, write_run_toml
 from thinwire.run.train import Progress, Trainer, optimizer_of, warm_optimizer_of
@@ -206,14 +205,14 @@ def _save(link: TorchLink, folder: Path) -> list:
     model = model_of()
     opt = build("mt-dao", model.parameters(), link)
     train(model, opt, link.rank, 2 * H)  # two rounds, the last one just ended
-    checkpoint.save(folder, model, opt, link, group=link.group)
+    checkpoint.save(folder, model, opt, link)
     return snapshot(model)
 
 
 def _join(link: TorchLink, folder: Path) -> tuple[list, list, list[str]]:
     model = model_of(seed=99)
     opt = build("mt-dao", model.parameters(), link)
-    notes = checkpoint.load(checkpoint.finished(folder)[-1], model, opt, link, group=link.group).notes
+    notes = checkpoint.load(checkpoint.finished(folder)[-1], model, opt, link).notes
     before, moments = snapshot(model), [m.clone() for m in opt.inner_state()["exp_avg"]]
     train(model, opt, link.rank, H, first=2 * H + 1)
     return before, moments, notes

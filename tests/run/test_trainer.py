@@ -127,7 +127,7 @@ def test_run_toml_takes_any_text(tmp_path: Path) -> None:
 def test_resume_passes_over_a_damaged_checkpoint(tmp_path: Path) -> None:
     config = RunConfig(task="quadratic", steps=6, eval_every=0, device="cpu", settings={"H": 2})
     Trainer(config, SoloLink()).run(_nobody, checkpoints=tmp_path, checkpoint_every=2)
-    (tmp_path / "step-00000006" / ".metadata").write_bytes(b"")
+    (tmp_path / "step-00000006" / "worker0.0.safetensors").write_bytes(b"")
     trainer = Trainer(config, SoloLink())
     notes = trainer.resume(tmp_path)
     assert "step-00000006 is damaged" in notes[0]

@@ -7,17 +7,50 @@ of that worker before any of them acts, or half a model would take a step that t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def local(tensor: Tensor) -> Tensor:
     """This process's part of a tensor: the shard of a DTensor, sharing its memory; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Region(NamedTuple):
+    """Which part of a whole tensor a process holds.
+
+    Attributes:
+        whole: shape of the whole tensor.
+        offset: where the part begins, one number per dimension.
+        shape: of the part.
+    """
+
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def region_of(tensor: Tensor) -> Region:
+    """The part of `tensor` that this process holds: of a DTensor its shard, of any other tensor all of it."""
+    if not isinstance(tensor, DTensor):
+        return Region(tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape))
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Region(tuple(tensor.shape), tuple(offset), tuple(shape))
+
+
+def with_local(like: Tensor, part: Tensor) -> Tensor:
+    """A tensor laid out like `like` whose part on this process is `part`; any dtype."""
+    part = part.to(local(like).device)
+    if not isinstance(like, DTensor):
+        return part
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def reshard(model: nn.Module) -> None:
@@ -63,6 +96,17 @@ class Shards:
             dist.all_gather(parts, mine, group=group)
             mine = torch.stack(parts).sum(0)  # in rank order: the same bits in every worker, whatever its network
         return mine.tolist()
+
+    def gather(self, raw: bytes) -> list[bytes]:
+        """What each shard of this worker gives, all of one length."""
+        told = [raw]
+        for group in self._groups:
+            mine = torch.frombuffer(bytearray(b"".join(told)), dtype=torch.uint8).to(self._device)
+            parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, mine, group=group)
+            joined = b"".join(part.cpu().numpy().tobytes() for part in parts)
+            told = [joined[i : i + len(raw)] for i in range(0, len(joined), len(raw))]
+        return told
 
     def average_(self, tensors: Sequence[Tensor]) -> None:
         """Give all shards of this worker the mean of theirs: of what each has whole, such as running statistics."""

@@ -11,9 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from thinwire import checkpoint
 from thinwire.errors import ThinwireError
 from thinwire.links import host_job
-from thinwire.run import checkpoint
 from thinwire.run.processes import a_job, see_through
 
 

@@ -11,9 +11,9 @@ from typing import Protocol
 
 from rich.console import Console
 
+from thinwire import checkpoint
 from thinwire.errors import ConfigError
 from thinwire.network import Network, parse_bandwidth, parse_duration
-from thinwire.run import checkpoint
 from thinwire.run.config import ALONE, RunConfig, about_run, read_run_toml
 from thinwire.run.flags import one_or_each
 from thinwire.run.lab import Lab

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from thinwire import checkpoint
 from thinwire.agreement import handshake, running_statistics
 from thinwire.algorithm import Algorithm
 from thinwire.algorithms import DataParallel, found
@@ -22,7 +23,6 @@ from thinwire.errors import CheckpointError, ConfigError, NonFiniteRound
 from thinwire.links import Link, Metered, SoloLink, TorchLink
 from thinwire.links.ddp import MeteredDDP
 from thinwire.payload import Payload
-from thinwire.run import checkpoint
 from thinwire.run.config import ALONE, RunConfig, resolve_algorithm
 from thinwire.run.inner import inner_of, refuse_slow_settings
 from thinwire.tasks import make_task
@@ -214,7 +214,7 @@ class Trainer:
     def save(self, folder: Path) -> None:
         """Write a checkpoint; called by all workers after the same step."""
         extra = {**self.link.meter.state_dict(), "seconds": self.seconds}
-        checkpoint.save(folder, self.model, self.optimizer, self.link, extra=extra)
+        checkpoint.save(folder, self.model, self.optimizer, self.link.link, extra=extra)
 
     def resume(self, folder: Path) -> list[str]:
         """Go on from the newest checkpoint in `folder`, if there is one; says what was taken over."""
@@ -227,7 +227,7 @@ class Trainer:
             if self.config.warm_start and not self.ddp:
                 self._be_at(checkpoint.step_of(path))
             try:
-                resumed = checkpoint.load(path, self.model, self.optimizer, self.link)
+                resumed = checkpoint.load(path, self.model, self.optimizer, self.link.link)
                 break
             except CheckpointError as error:
                 if not saved:

@@ -1,0 +1,322 @@
+"""Save and load: what all workers do together."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.algorithm import Algorithm
+from thinwire.checkpoint.description import (
+    Description,
+    check_fits,
+    describe,
+    read_description,
+    restored_groups,
+    write_description,
+)
+from thinwire.checkpoint.files import (
+    DESCRIPTION,
+    TensorReader,
+    describe_tensors,
+    file_of,
+    finished,
+    free_name,
+    pieces_for,
+    publish,
+    remove_old,
+    sum_of,
+    verify,
+    write_sums,
+    write_tensors,
+)
+from thinwire.checkpoint.layout import coded_names, coded_slot, flat_state, parameter_names, region_for
+from thinwire.checkpoint.processes import Processes
+from thinwire.checkpoint.resize import fill_for_another_world, fill_for_other_shards, taken_from_first
+from thinwire.errors import CheckpointError
+from thinwire.links.base import Link
+from thinwire.links.shards import local, region_of, reshard, with_local
+
+# The run that a model of this process is trained in: its first checkpoint gives it an id, a loaded one hands its own on. By the
+# model, since a warm start changes the optimizer in the middle of a run.
+_RUNS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+
+@dataclass
+class Resumed:
+    """What a checkpoint gave.
+
+    Attributes:
+        step: the step after which it was written.
+        extra: the numbers that were saved with it for this worker, for instance the meter's totals.
+        notes: what could not be taken over and was re-initialised, one sentence each; empty for the same world.
+    """
+
+    step: int
+    extra: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def save(
+    folder: Path,
+    model: nn.Module,
+    optimizer: Algorithm,
+    link: Link,
+    *,
+    extra: Mapping[str, float] | None = None,
+    keep: int = 2,
+) -> Path:
+    """Write a checkpoint of all workers; called by all of them, on all of their shards, after the same step.
+
+    Args:
+        folder: where the checkpoints of this run live; shared by all workers. One that holds checkpoints of another run is
+            refused: to go on with that run, load one of them first.
+        model: its parameters and buffers are saved.
+        optimizer: all of its state is saved, and the inner optimizer's.
+        link: joins the workers.
+        extra: numbers of this worker to keep with it.
+        keep: how many finished checkpoints to leave; older ones of this run are removed.
+
+    Returns:
+        The finished checkpoint's folder.
+
+    Raises:
+        CheckpointError: on all workers, where it could not be written; what was saved before is untouched.
+    """
+    folder = Path(folder)
+    reshard(model)
+    processes = Processes(link, optimizer._active)
+    name = f"step-{optimizer.steps:08d}"
+    aside = folder / f".writing-{name}"
+    own: list[Path] = []  # finished checkpoints of this run, known to the first process
+    problem = f"could not write the checkpoint of step {optimizer.steps}: {{}}; older ones are untouched"
+
+    def prepare() -> str:
+        if not processes.first:
+            return ""
+        run = _RUNS.get(model) or secrets.token_hex(8)
+        own.extend(_of_this_run(folder, run))
+        for left in folder.glob(".writing-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        aside.mkdir(parents=True)
+        return run
+
+    def write() -> str:
+        return _write_files(aside, model, optimizer, processes, run, extra or {})
+
+    def finish() -> str:
+        if not processes.first:
+            return ""
+        checksums = _checksums(sums, processes)
+        tensors = describe_tensors(aside, checksums, {"run": run, "step": optimizer.steps})
+        description = describe(optimizer, run=run, workers=processes.workers, shards=processes.shards, tensors=tensors)
+        write_description(aside, description)
+        write_sums(aside, checksums | {DESCRIPTION: sum_of(aside / DESCRIPTION)})
+        target = free_name(folder, name)
+        publish(aside, target)
+        remove_old([*(p for p in finished(folder) if p in {*own, target})], target, keep)
+        return target.name
+
+    run = processes.together(prepare, problem=problem)[0]
+    sums = processes.together(write, problem=problem)
+    path = folder / processes.together(finish, problem=problem)[0]
+    _RUNS[model] = run
+    return path
+
+
+def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link) -> Resumed:
+    """Take over a checkpoint; called by all workers, on all of their shards.
+
+    With the number of workers that wrote it, training goes on bit for bit. With another number, replicated state is taken
+    over, all workers start from the last agreed parameters, and per-worker state is re-initialised and listed in `notes`. With
+    another number of shards per worker, only slots in the domain of a codec are: its blocks end where shards do.
+
+    Every file that is read is compared with its checksum first. Nothing is changed on any worker unless all could read all.
+
+    Args:
+        path: a finished checkpoint, as `finished(folder)` lists them.
+        model: as it was built for the saved run.
+        optimizer: of the same class, around the same parameters.
+        link: joins the workers.
+
+    Raises:
+        CheckpointError: on all workers, where the checkpoint is damaged on any of them or does not fit.
+    """
+    path = Path(path)
+    reshard(model)
+    processes = Processes(link, optimizer._active)
+    result: list[_Read] = []
+
+    def read() -> str:
+        result.append(_read(path, model, optimizer, processes))
+        return f"step {result[0].description.step} of run {result[0].description.run[:64]}"
+
+    told = processes.together(read, problem=f"{path} is damaged: {{}}")
+    if len(set(told)) > 1:
+        raise CheckpointError(f"workers found different checkpoints at {path}: {', '.join(sorted(set(told)))}")
+    (got,) = result
+    optimizer.load_state_dict(got.state)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(got.parts[f"param/{name}"])
+        for name, b in model.named_buffers():
+            if f"buffer/{name}" in got.parts:
+                b.copy_(got.parts[f"buffer/{name}"])
+    if got.notes:
+        optimizer.begin_anew()
+    if not got.same_world:
+        optimizer._set_counter("thinwire_synced", optimizer.steps)
+    elif f"rng/{processes.shard}" in got.parts:
+        torch.set_rng_state(got.parts[f"rng/{processes.shard}"])
+    _RUNS[model] = got.description.run
+    extra = {k.removeprefix("extra/"): float(v) for k, v in got.parts.items() if k.startswith("extra/")}
+    return Resumed(step=got.description.step, extra=extra, notes=got.notes)
+
+
+# --- Writing ---------------------------------------------------------------------------------------------------------------
+
+
+def _of_this_run(folder: Path, run: str) -> list[Path]:
+    """The finished checkpoints of a run; one that cannot be read is left alone, one of another run is a `CheckpointError`."""
+    own = []
+    for path in finished(folder):
+        try:
+            other, _ = read_description(path)
+        except CheckpointError:
+            continue
+        if other.run != run:
+            raise CheckpointError(
+                f"{folder} holds a checkpoint of another run (step {other.step}, {other.algorithm}): "
+                "load it first to go on with that run, or save into another folder"
+            )
+        own.append(path)
+    return own
+
+
+def _write_files(
+    aside: Path, model: nn.Module, optimizer: Algorithm, processes: Processes, run: str, extra: Mapping[str, float]
+) -> str:
+    """Write this process's files; returns a line with the checksum and name of each."""
+    worker, shard = processes.worker, processes.shard
+    state = flat_state(model, optimizer, worker, shard, extra)
+    lines = []
+    for owner in ("replicated", f"worker{worker}"):
+        if owner == "replicated" and worker != 0:
+            continue
+        mine = {key: tensor for key, tensor in state.items() if key.partition("/")[0] == owner}
+        name = file_of(owner, shard)
+        about = {"run": run, "step": optimizer.steps, "owner": owner, "shard": shard}
+        regions = {key: region_of(tensor) for key, tensor in mine.items()}
+        checksum = write_tensors(aside / name, {key: local(tensor) for key, tensor in mine.items()}, regions, about)
+        lines.append(f"{name} {checksum}")
+    return "\n".join(lines)
+
+
+def _checksums(told: list[str], processes: Processes) -> dict[str, str]:
+    """The checksum of every file by its name, from what all processes told."""
+    checksums = {name: value for name, _, value in (line.partition(" ") for line in "\n".join(told).splitlines())}
+    owners = ["replicated", *(f"worker{worker}" for worker in range(processes.workers))]
+    expected = {file_of(owner, shard) for owner in owners for shard in range(processes.shards)}
+    if checksums.keys() != expected:
+        odd = sorted(checksums.keys() ^ expected)[0][:80]
+        raise CheckpointError(f"the workers did not write the files that make a checkpoint: {odd!r} is missing or unknown")
+    return checksums
+
+
+# --- Reading ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Read:
+    """What was read and found to fit; nothing of it is applied yet."""
+
+    description: Description
+    same_world: bool
+    parts: dict[str, Tensor]
+    state: dict[str, Any]
+    notes: list[str]
+
+
+def _read(path: Path, model: nn.Module, optimizer: Algorithm, processes: Processes) -> _Read:
+    description, sums = read_description(path)
+    check_fits(description, path, optimizer)
+    same_world = description.workers == processes.workers
+    if not same_world and 0 in description.groups[0].get("sick", []) and optimizer.newcomer_takes("param"):
+        raise CheckpointError(
+            f"the first worker's numbers were bad when {path} was written, so others cannot start from it: resume with the "
+            f"{description.workers} workers that wrote it, which heal it, or from another checkpoint"
+        )
+    names, parameters = parameter_names(model, optimizer), dict(model.named_parameters())
+    # Another world takes what it can from the first worker: buffers such as BatchNorm's statistics, and the meter.
+    wanted = ("replicated/", f"worker{processes.worker}/") if same_world else ("replicated/", "worker0/")
+    prefer = [file_of(owner.strip("/"), processes.shard) for owner in wanted]
+    coded = coded_names(optimizer)
+    found: dict[str, str] = {}  # key in the checkpoint -> without worker and shard
+    elsewhere: set[str] = set()  # coded slots of a worker that was sharded in another way
+    for key in description.tensors:
+        if not key.startswith(wanted) or (not same_world and not taken_from_first(key, optimizer)):
+            continue
+        name, slot, written = coded_slot(key, coded)
+        if slot and written != coded[slot]:
+            elsewhere.add(name)
+        else:
+            found[key] = name
+    regions = {
+        key: region_for("" if coded_slot(key, coded)[1] else name, description.tensors[key], parameters)
+        for key, name in found.items()
+    }
+    files = {p.file for key in found for p in pieces_for(description.tensors[key], regions[key][0], prefer)}
+    verify(path, sorted(files), sums)
+    reader = TensorReader(path, description.about)
+    parts: dict[str, Tensor] = {}
+    for key, name in found.items():
+        region, like = regions[key]
+        values = reader.read(key, description.tensors[key], region, prefer)
+        parts[name] = values if like is None else with_local(like.detach(), values)
+    if same_world:
+        notes = fill_for_other_shards(parts, elsewhere, names, optimizer)
+    else:
+        notes = fill_for_another_world(parts, parameters, names, optimizer, description.workers)
+    state = _state_dict(parts, description, optimizer, names)
+    _check_all_there(parts, state, model, optimizer)
+    return _Read(description, same_world, parts, state, notes)
+
+
+def _state_dict(
+    parts: Mapping[str, Tensor], description: Description, optimizer: Algorithm, names: Mapping[int, str]
+) -> dict[str, Any]:
+    """What was read as a state dict of the optimizer."""
+    entries: dict[str, dict[str, Tensor]] = {}
+    for key, value in parts.items():
+        section, _, rest = key.partition("/")
+        if section == "state":
+            name, _, slot = rest.rpartition("/")
+            entries.setdefault(name, {})[slot] = value
+    state = {index: entries.get(name, {}) for index, name in names.items()}
+    return {"state": state, "param_groups": restored_groups(description, optimizer)}
+
+
+def _check_all_there(parts: Mapping[str, Tensor], state: dict[str, Any], model: nn.Module, optimizer: Algorithm) -> None:
+    """Raise a `CheckpointError` for whatever would not fit when it is applied."""
+    missing = [name for name, _ in model.named_parameters() if f"param/{name}" not in parts]
+    if missing:
+        raise CheckpointError(f"the checkpoint has no parameter {missing[0]!r} ({len(missing)} missing in all)")
+    for name, b in model.named_buffers():
+        if f"buffer/{name}" in parts and parts[f"buffer/{name}"].shape != b.shape:
+            shape = tuple(parts[f"buffer/{name}"].shape)
+            raise CheckpointError(f"the checkpoint's buffer {name!r} has shape {shape}, here it has {tuple(b.shape)}")
+    optimizer._checked(state)
+    fresh = optimizer.state_dict()["state"]
+    for index, entries in state["state"].items():
+        for key, value in entries.items():
+            here = fresh.get(index, {}).get(key)
+            if isinstance(here, Tensor) and here.shape != value.shape:
+                shapes = f"{tuple(value.shape)}, here it has {tuple(here.shape)}"
+                raise CheckpointError(f"{key!r} of tensor {index} has shape {shapes}")

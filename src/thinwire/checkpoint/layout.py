@@ -1,0 +1,110 @@
+"""Where every tensor of a run stands in a checkpoint.
+
+replicated/param/first.weight                   bit-equal on all workers, as the algorithm declares it
+replicated/state/first.weight/anchor            a state slot of the algorithm
+worker1/state/first.weight/inner.exp_avg        the inner optimizer's state of worker 1
+worker1/state/first.weight/momentum@0of2        a slot in the domain of the codec, of shard 0 of 2
+worker1/buffer/norm.running_mean                a buffer of the model
+worker1/rng/0                                   torch's random state in shard 0
+worker1/extra/sent                              a number of the caller's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.algorithm import Algorithm
+from thinwire.checkpoint.files import Stored
+from thinwire.errors import CheckpointError
+from thinwire.links.mesh import shard_of
+from thinwire.links.shards import Region, region_of
+
+
+def flat_state(
+    model: nn.Module, optimizer: Algorithm, worker: int, shard: int, extra: Mapping[str, float]
+) -> dict[str, Tensor]:
+    """Every tensor under its place in the checkpoint."""
+    own = f"worker{worker}/"
+
+    def place(kind: str) -> str:
+        return "replicated/" if kind in optimizer.replicated else own
+
+    trained = {id(p) for p in optimizer._active}  # all others are frozen, and so the same on all workers
+    state = {
+        f"{place('param') if id(p) in trained else 'replicated/'}param/{name}": p.detach()
+        for name, p in model.named_parameters()
+    }
+    state |= {f"{own}buffer/{name}": b for name, b in model.named_buffers() if name in model.state_dict()}
+    state |= {f"{own}extra/{name}": torch.tensor(float(value), dtype=torch.float64) for name, value in extra.items()}
+    state[f"{own}rng/{shard}"] = torch.get_rng_state()
+    saved, coded = optimizer.state_dict()["state"], coded_names(optimizer)
+    for index, name in parameter_names(model, optimizer).items():
+        entries = saved.get(index, {})
+        ready = bool(entries.get("inner_ready", True))
+        for key, value in entries.items():
+            kind = "inner" if key.startswith("inner") else key
+            if value is None or (key.startswith("inner.") and not ready):
+                continue
+            state[f"{place(kind)}state/{name}/{coded.get(key, key)}"] = _as_tensor(value, key)
+    return state
+
+
+def coded_names(optimizer: Algorithm) -> dict[str, str]:
+    """The slots in the domain of the codec, and their names in the checkpoint.
+
+    A shard's slot is no part of a whole: the codec's blocks begin again on every shard. Without a number of their own, the
+    slots of a worker's shards would be taken for copies of one tensor.
+    """
+    number, shards = shard_of(optimizer._active)
+    mark = f"@{number}of{shards}" if shards > 1 else ""
+    return {slot: slot + mark for slot, start in optimizer._slots.items() if start == "coded"}
+
+
+def coded_slot(key: str, coded: Mapping[str, str]) -> tuple[str, str, str]:
+    """A key without worker and shard, which coded slot it holds ("" for none), and how that is written in the key."""
+    name = key.partition("/")[2]
+    before, _, written = name.rpartition("/")
+    slot = written.partition("@")[0]
+    if not name.startswith("state/") or slot not in coded:
+        return name, "", ""
+    return f"{before}/{slot}", slot, written
+
+
+def parameter_names(model: nn.Module, optimizer: Algorithm) -> dict[int, str]:
+    """Number in the optimizer's state dict -> name in the model."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    everyone = [p for group in optimizer.param_groups for p in group["params"]]
+    strangers = [i for i, p in enumerate(everyone) if id(p) not in names]
+    if strangers:
+        raise CheckpointError(f"the optimizer's tensors {strangers} are not parameters of this model")
+    return {i: names[id(p)] for i, p in enumerate(everyone)}
+
+
+def region_for(name: str, stored: Stored, parameters: Mapping[str, Tensor]) -> tuple[Region, Tensor | None]:
+    """The part of a stored tensor that this process needs, and the parameter like which it is laid out, if any.
+
+    Args:
+        name: the key in the checkpoint without its worker.
+        stored: what the checkpoint holds.
+        parameters: of the model, by name.
+    """
+    section, _, rest = name.partition("/")
+    owner = rest.rpartition("/")[0] if section == "state" else rest
+    like = parameters.get(owner)
+    if section == "param" and (like is None or tuple(like.shape) != stored.shape):
+        have = f"has shape {tuple(like.shape)} here" if like is not None else "does not exist here"
+        raise CheckpointError(f"the checkpoint's parameter {owner!r} of shape {stored.shape} {have}")
+    if like is not None and tuple(like.shape) == stored.shape and section in ("param", "state"):
+        return region_of(like.detach()), like
+    return Region(stored.shape, (0,) * len(stored.shape), stored.shape), None
+
+
+def _as_tensor(value: object, key: str) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, int | float):
+        return torch.tensor(value, dtype=torch.float64)
+    raise CheckpointError(f"optimizer state {key!r} is a {type(value).__name__}: only tensors and numbers can be saved")

@@ -1,0 +1,98 @@
+"""All processes of all workers: work that they do together, and whose problems all of them are told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from thinwire.errors import CheckpointError, LinkError
+from thinwire.links.base import Link
+from thinwire.links.mesh import shard_of
+from thinwire.links.shards import Shards
+from thinwire.payload import Payload
+
+_LENGTH = 1024  # bytes of what a process tells the others after its part of the work
+
+
+class Processes:
+    """The processes of a job: workers, joined by a link, of one or more shards each.
+
+    Args:
+        link: joins the workers.
+        params: the parameters in training, which say how a worker is sharded.
+    """
+
+    def __init__(self, link: Link, params: Iterable[Tensor]):
+        params = list(params)
+        self._link, self._shards = link, Shards(params)
+        self.worker, self.workers = link.rank, link.size
+        self.shard, self.shards = shard_of(params)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that does what is done once."""
+        return self.worker == 0 and self.shard == 0
+
+    def together(self, work: Callable[[], str], *, problem: str) -> list[str]:
+        """Do this process's part of the work and wait for all others.
+
+        Args:
+            work: what to do; returns what the other processes should know, a few hundred characters.
+            problem: the error message where the work fails on any process, with {} where the reason goes.
+
+        Returns:
+            What every process returned; the same list on all of them, the first process's first.
+
+        Raises:
+            CheckpointError: on all processes, where the work failed on any of them.
+        """
+        cause, told = None, ""
+        try:
+            told = work()
+        except LinkError:
+            raise  # the others cannot be told
+        except Exception as error:  # of whatever kind: the others are waiting for a word from this process
+            cause = error
+        verdict = {"told": told}
+        if cause is not None:
+            reason = str(cause) if isinstance(cause, CheckpointError) else problem.format(f"{type(cause).__name__}: {cause}")
+            verdict = {"failed": _printable(reason)}
+        texts = [_parsed(raw) for raw in self._gather(_padded([self.worker, self.shard, verdict]))]
+        if cause is not None:
+            raise CheckpointError(verdict["failed"]) from cause
+        for _, text in texts:
+            if "failed" in text:
+                raise CheckpointError(_printable(text["failed"]))
+        return [text["told"] for _, text in sorted(texts, key=lambda each: each[0])]
+
+    def _gather(self, raw: bytes) -> list[bytes]:
+        workers = self._link.all_gather(Payload.of_bytes(raw, purpose="checkpoint", fixed=True))
+        mine = b"".join(p.to_bytes() for p in workers)
+        joined = b"".join(self._shards.gather(mine))
+        return [joined[i : i + _LENGTH] for i in range(0, len(joined), _LENGTH)]
+
+
+def _padded(said: list[object]) -> bytes:
+    raw = json.dumps(said).encode()
+    if len(raw) > _LENGTH:
+        raise CheckpointError(f"{len(raw)} bytes to tell the other processes, at most {_LENGTH} are sent")
+    return raw.ljust(_LENGTH)
+
+
+def _parsed(raw: bytes) -> tuple[tuple[int, int], dict[str, str]]:
+    """What a process said, whatever it sent."""
+    try:
+        worker, shard, said = json.loads(raw)
+        ((key, text),) = said.items()
+        if type(worker) is int and type(shard) is int and key in ("told", "failed") and isinstance(text, str):
+            return (worker, shard), {key: text}
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        pass
+    return (-1, -1), {"failed": "a worker sent something else than its status"}
+
+
+def _printable(text: str) -> str:
+    """A text of another process or of an exception: on one line, not too long, and harmless in a terminal."""
+    return "".join(c for c in " ".join(text.split()) if c.isprintable())[:500].encode("ascii", "replace").decode()

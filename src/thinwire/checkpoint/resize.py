@@ -1,0 +1,67 @@
+"""What a checkpoint of another number of workers or shards does not hold, and what takes its place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from thinwire.algorithm import Algorithm
+from thinwire.errors import CheckpointError
+
+
+def taken_from_first(key: str, optimizer: Algorithm) -> bool:
+    """Whether a worker of another world takes this over: what is replicated, and of the first worker what a newcomer may."""
+    owner, section, *_ = key.split("/")
+    kind = key.rpartition("/")[2] if section == "state" else section
+    return owner == "replicated" or section in ("buffer", "extra") or optimizer.newcomer_takes(kind)
+
+
+def fill_for_other_shards(
+    parts: dict[str, Tensor], elsewhere: set[str], names: Mapping[int, str], optimizer: Algorithm
+) -> list[str]:
+    """Start again with the coded slots of a worker that was sharded in another way; says which."""
+    fresh, missing = optimizer.state_dict()["state"], elsewhere - parts.keys()
+    lost = set()
+    for index, name in names.items():
+        for key, value in fresh.get(index, {}).items():
+            if f"state/{name}/{key}" in missing:
+                parts[f"state/{name}/{key}"] = torch.zeros_like(value)
+                lost.add(key)
+    return [f"re-initialised, since workers were sharded in another way: {', '.join(sorted(lost))}"] if lost else []
+
+
+def fill_for_another_world(
+    parts: dict[str, Tensor],
+    parameters: Mapping[str, Tensor],
+    names: Mapping[int, str],
+    optimizer: Algorithm,
+    workers: int,
+) -> list[str]:
+    """Complete what replicated state alone does not hold; says what was re-initialised."""
+    notes = []
+    if optimizer.newcomer_takes("param"):
+        notes.append("all workers start from the parameters of the first, and from its averaged states")
+    elif "param" not in optimizer.replicated:
+        if "anchor" not in optimizer.replicated:
+            raise CheckpointError(f"{type(optimizer).__name__} needs the {workers} workers that wrote it: no shared parameters")
+        for name, p in parameters.items():
+            if f"param/{name}" not in parts:  # frozen parameters are there already
+                parts[f"param/{name}"] = parts.get(f"state/{name}/anchor", p.detach())
+        notes.append(f"all workers start from the parameters that the {workers} workers agreed on last")
+    fresh = optimizer.state_dict()["state"]
+    lost = set()
+    for index, name in names.items():
+        for key, value in fresh.get(index, {}).items():
+            if not key.startswith("inner") and f"state/{name}/{key}" not in parts:
+                parts[f"state/{name}/{key}"] = torch.zeros_like(value)
+                lost.add(key)
+    if not optimizer.newcomer_takes("inner") and "inner" not in optimizer.replicated and hasattr(optimizer, "inner"):
+        lost.add("the inner optimizer's state")
+    if any(key.startswith("buffer/") for key in parts):
+        notes.append("buffers such as BatchNorm's statistics are those of the first worker")
+    lost -= {"withdrew"}  # of no use without the round it speaks of
+    if lost:
+        notes.append(f"re-initialised, since it was each worker's own: {', '.join(sorted(lost))}")
+    return notes

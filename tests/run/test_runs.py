@@ -104,7 +104,7 @@ def test_a_killed_worker_is_named_and_resume_ends_as_if_nothing_had_happened(alg
     assert "resumed from step" in resumed.stdout
     assert summary(broken)["val_loss"] == summary(straight)["val_loss"], "bit for bit"
     assert [line["loss"] for line in metrics(broken)] == [line["loss"] for line in metrics(straight)]
-    assert summary(broken)["sent"] == pytest.approx(summary(straight)["sent"], rel=0.01), "the meter goes on counting"
+    assert summary(broken)["sent"] == summary(straight)["sent"], "the handshake of the second start is counted apart"
 
 
 def _worker_process(launcher: int, rank: int) -> int:

@@ -124,9 +124,14 @@ def save(
         remove_old([*(p for p in finished(folder) if p in {*own, target})], target, keep)
         return target.name
 
-    run = processes.together(prepare, problem=problem)[0]
-    sums = processes.together(write, problem=problem)
-    path = folder / processes.together(finish, problem=problem)[0]
+    try:
+        run = processes.together(prepare, problem=problem)[0]
+        sums = processes.together(write, problem=problem)
+        path = folder / processes.together(finish, problem=problem)[0]
+    except CheckpointError:
+        if processes.first:  # nobody writes any more, and a full disk needs the room
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
     _RUNS[model] = run
     return path
 

@@ -53,24 +53,37 @@ class Totals:
 
 @dataclass
 class Meter:
-    """The totals, and the newest exchanges one by one."""
+    """The totals, the newest exchanges one by one, and what a resumed run had to send again."""
 
     totals: Totals = field(default_factory=Totals)
     recent: deque[Exchange] = field(default_factory=lambda: deque(maxlen=4096))
+    repeated: Totals = field(default_factory=Totals)
+    _repeat: bool = False
 
     def add(self, exchange: Exchange) -> None:
         """Count one exchange."""
-        self.totals.add(exchange)
+        if self._repeat and exchange.purpose == "handshake":
+            self._repeat = False
+            self.repeated.add(exchange)
+        else:
+            self.totals.add(exchange)
         self.recent.append(exchange)
 
     def state_dict(self) -> dict[str, float]:
         """The totals, so that a resumed run goes on counting."""
         return asdict(self.totals)
 
-    def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        """Go on counting from saved totals."""
+    def load_state_dict(self, state_dict: dict[str, float], *, handshake_repeats: bool = False) -> None:
+        """Go on counting from saved totals.
+
+        Args:
+            state_dict: of `state_dict()`.
+            handshake_repeats: the saved totals hold the handshake that comes next already. It is then counted in `repeated`, so
+                that the totals of a resumed run are those of an uninterrupted one.
+        """
         counts = {name: int(state_dict[name]) for name in ("rounds", "payload", "sent", "received")}
         self.totals = Totals(**counts, waiting=float(state_dict["waiting"]))
+        self._repeat = handshake_repeats
 
 
 class Metered(LinkDecorator):

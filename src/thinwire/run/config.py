@@ -184,7 +184,11 @@ def new_folder(name: str) -> str:
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that a reader sees all of it or none: aside first, then by its name."""
     aside = path.with_name(f".{path.name}")
-    aside.write_text(text, encoding="utf-8")
+    try:
+        aside.write_text(text, encoding="utf-8")
+    except OSError:  # a full disk: what has that name is as it was, and nothing is left beside it
+        aside.unlink(missing_ok=True)
+        raise
     aside.rename(path)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
 import os
 import sys
@@ -17,6 +19,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColum
 from thinwire.network import show_bytes
 from thinwire.run import train
 from thinwire.run.config import write_whole
+
+log = logging.getLogger("thinwire")
 
 
 class Display:
@@ -92,6 +96,8 @@ class Display:
 class MetricsFile:
     """Appends one JSON line per step to metrics.jsonl; on resume drops the lines after the step it resumes from.
 
+    Where the file cannot be written, as on a full disk, training goes on without it and `problem` says why.
+
     Args:
         path: the file.
         after: keep lines up to this step.
@@ -99,18 +105,37 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, after: int = 0):
         """Open for appending."""
-        if path.exists():
-            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= after]
-            write_whole(path, "".join(f"{line}\n" for line in kept))
-        self._file: IO[str] = path.open("a", buffering=1)
+        self.problem = ""
+        self._file: IO[bytes] | None = None
+        try:
+            if path.exists():
+                kept = [line for line in path.read_text().splitlines() if _step_of(line) <= after]
+                write_whole(path, "".join(f"{line}\n" for line in kept))
+            self._file = path.open("ab", buffering=0)
+        except OSError as cause:
+            self._give_up(cause)
 
     def __call__(self, progress: train.Progress) -> None:
         """Write one line; it is on its way to disk when this returns."""
-        self._file.write(json.dumps(progress.record()) + "\n")
+        if self._file is None:
+            return
+        line = (json.dumps(progress.record()) + "\n").encode()
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as cause:
+            self._give_up(cause)
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _give_up(self, cause: OSError) -> None:
+        """Training goes on; a line that was cut short is dropped when the file is read or the run resumed."""
+        self.close()
+        self._file, self.problem = None, f"metrics.jsonl: {cause.strerror or cause}"
+        log.warning("cannot write metrics.jsonl any more (%s); training goes on without it", cause.strerror or cause)
 
 
 def _step_of(line: str) -> float:

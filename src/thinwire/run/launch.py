@@ -14,7 +14,7 @@ from pathlib import Path
 from thinwire import checkpoint
 from thinwire.errors import ThinwireError
 from thinwire.links import host_job
-from thinwire.run.processes import a_job, see_through
+from thinwire.run.processes import EXIT_NOT_SAVED, a_job, see_through
 
 
 class RunFailed(ThinwireError):
@@ -45,6 +45,8 @@ def launch(folder: Path, processes: int, *, timeout: float, resume: bool, checkp
             workers.append(subprocess.Popen(command, env=environment | place))
         failure = see_through(workers, patience=timeout + 10)
     del store  # until here it served them
+    if failure and failure.code == EXIT_NOT_SAVED:
+        raise RunFailed("the run ended, but could not be saved whole: its result and the reason are above")
     if failure:
         raise RunFailed(f"worker {failure.number} {failure.how}; {_how_to_go_on(folder)}")
 

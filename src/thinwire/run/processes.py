@@ -11,13 +11,15 @@ from typing import NamedTuple
 
 Process = subprocess.Popen[bytes]
 SILENT = "does not answer"
+EXIT_NOT_SAVED = 4  # of a worker that has trained to the end and told the result, but could not save everything
 
 
 class Failure(NamedTuple):
-    """The process of a job that failed first, by its number in the job, and in words how it ended."""
+    """The process of a job that failed first, by its number in the job, in words how it ended, and its exit code."""
 
     number: int
     how: str
+    code: int | None = None
 
 
 @contextlib.contextmanager
@@ -59,7 +61,8 @@ def see_through(processes: Sequence[Process], *, patience: float, limit: float =
     if all(processes[n].poll() == 2 for n in failed):
         raise SystemExit(2)
     culprit = failed[0] if first is None else first
-    return Failure(culprit, _how_it_ended(processes[culprit].poll()))
+    code = processes[culprit].poll()
+    return Failure(culprit, _how_it_ended(code), code)
 
 
 def _terminated(*_: object) -> None:

@@ -12,7 +12,7 @@ from thinwire.links import SimLink
 from thinwire.network import Network
 from thinwire.run.config import RunConfig
 from thinwire.run.display import Display, MetricsFile
-from thinwire.run.summary import summarise, write_summary
+from thinwire.run.summary import keep_result, summarise
 from thinwire.run.train import Progress, Trainer, task_of
 from thinwire.sim import World
 
@@ -53,5 +53,5 @@ def simulate(
 
         results = world.run(worker)
     summary = results[0] | {"simulated_seconds": max(figures["seconds"] for figures in results)}
-    write_summary(folder, summary)
+    keep_result(folder, summary, [metrics.problem])
     return summary

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from thinwire.errors import ThinwireError
 from thinwire.network import show_bytes
 from thinwire.run.config import ALONE, write_whole
 from thinwire.run.train import Progress, Trainer
@@ -34,6 +36,32 @@ def summarise(trainer: Trainer, progress: Progress, **more: Any) -> dict[str, An
     }
 
 
+class NotSaved(ThinwireError):
+    """The run took place, but not all of it could be saved."""
+
+
+def keep_result(folder: Path, figures: dict[str, Any], problems: Sequence[str]) -> None:
+    """Keep the figures in the run folder; where anything could not be saved, tell the result at once.
+
+    Args:
+        folder: the run folder.
+        figures: of `summarise`.
+        problems: what of the run could not be saved on the way; "" for nothing.
+
+    Raises:
+        NotSaved: after the result was told, with everything that could not be saved.
+    """
+    problems = [problem for problem in problems if problem]
+    try:
+        write_summary(folder, figures)
+    except OSError as cause:
+        problems.append(f"summary.json: {cause.strerror or cause}")
+    if problems:
+        show_figures(figures, folder)
+        what = f"the run ended after {counted(figures['step'], 'step')} as shown above, but could not be saved whole"
+        raise NotSaved(f"{what}: {'; '.join(problems)}; make room in {folder} and repeat or resume it to have the rest")
+
+
 def write_summary(folder: Path, figures: dict[str, Any]) -> None:
     """Keep the figures in the run folder."""
     write_whole(folder / "summary.json", json.dumps(figures, indent=1) + "\n")
@@ -52,7 +80,11 @@ def ddp_bytes(figures: dict[str, Any]) -> float:
 
 def show_summary(folder: Path) -> None:
     """Tell a person how the run in `folder` ended."""
-    figures = read_summary(folder)
+    show_figures(read_summary(folder), folder)
+
+
+def show_figures(figures: dict[str, Any], folder: Path) -> None:
+    """Tell a person how a run ended."""
     sent, seconds = figures["sent"], figures["seconds"]
     less = ddp_bytes(figures) / sent if sent else 0.0
     metric = f", accuracy {figures['val_accuracy']:.4f}" if "val_accuracy" in figures else ""

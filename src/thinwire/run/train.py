@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +30,7 @@ from thinwire.tasks import make_task
 from thinwire.tasks.task import Task
 from thinwire.wrapper import Wrapper
 
+log = logging.getLogger("thinwire")
 T = TypeVar("T")
 
 
@@ -114,6 +116,7 @@ class Trainer:
             raise ConfigError(f"a batch of {rows} does not divide among {part[1]} shards: choose another --batch or --shards")
         self.optimizer.check_total(config.steps)
         self.step, self.seconds, self._before = 0, 0.0, 0.0
+        self.unsaved = ""  # why the last checkpoint could not be written
 
     def run(self, watch: Watcher, *, checkpoints: Path | None = None, checkpoint_every: int = 0) -> Progress:
         """Train to the end; resumes from the newest checkpoint if `resume` was called before.
@@ -148,7 +151,7 @@ class Trainer:
             watch(progress)
             if save:
                 assert checkpoints is not None
-                self.save(checkpoints)
+                self._save_or_warn(checkpoints)
             if evaluate or save:
                 self._start_clock()
         return progress
@@ -213,8 +216,17 @@ class Trainer:
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint; called by all workers after the same step."""
-        extra = {**self.link.meter.state_dict(), "seconds": self.seconds}
+        extra = {**self.link.meter.state_dict(), "seconds": self.seconds, "handshake": float(self.optimizer._greeted)}
         checkpoint.save(folder, self.model, self.optimizer, self.link.link, extra=extra)
+
+    def _save_or_warn(self, folder: Path) -> None:
+        """Save; where that fails, on all workers alike, go on training: there may be room again for the next one."""
+        try:
+            self.save(folder)
+            self.unsaved = ""
+        except CheckpointError as error:
+            log.warning("%s; training goes on", error)
+            self.unsaved = str(error)
 
     def resume(self, folder: Path) -> list[str]:
         """Go on from the newest checkpoint in `folder`, if there is one; says what was taken over."""
@@ -238,7 +250,8 @@ class Trainer:
         self.step = resumed.step
         if resumed.extra:
             self.seconds = resumed.extra.pop("seconds")
-            self.link.meter.load_state_dict(resumed.extra)
+            again = bool(resumed.extra.pop("handshake"))
+            self.link.meter.load_state_dict(resumed.extra, handshake_repeats=again)
         return [*notes, f"resumed from step {resumed.step}", *resumed.notes]
 
     def _progress(self, loss: float, validation: dict[str, float] | None = None) -> Progress:

@@ -26,7 +26,8 @@ from thinwire.links import Link, SoloLink, TorchLink, connect, disconnect
 from thinwire.links.mesh import make_mesh, shard_model
 from thinwire.run.config import RunConfig, read_run_toml, write_whole
 from thinwire.run.display import Display, MetricsFile
-from thinwire.run.summary import summarise, write_summary
+from thinwire.run.processes import EXIT_NOT_SAVED
+from thinwire.run.summary import NotSaved, keep_result, summarise
 from thinwire.run.train import Progress, Trainer, device_of
 
 EXIT_FAILED = 3  # this worker met an error it could name; anything else is a crash
@@ -68,10 +69,11 @@ def _work(config: RunConfig, folder: Path, link: Link, resume: bool, checkpoint_
     trainer = Trainer(config, link, shard=shard, part=part)
     notes = trainer.resume(folder / "checkpoints") if resume else []
     title = f"{config.algorithm} {config.task} x{link.size}"
-    with _watching(title, config, folder, trainer, notes) if first else contextlib.nullcontext(_nobody) as watch:
+    metrics = MetricsFile(folder / "metrics.jsonl", after=trainer.step) if first else None
+    with _watching(title, config, metrics, trainer, notes) if metrics else contextlib.nullcontext(_nobody) as watch:
         progress = trainer.run(watch, checkpoints=folder / "checkpoints", checkpoint_every=checkpoint_every)
-    if first:
-        write_summary(folder, summarise(trainer, progress))
+    if metrics:
+        keep_result(folder, summarise(trainer, progress), [metrics.problem, trainer.unsaved])
     if figures := os.environ.get("THINWIRE_FIGURES"):
         write_whole(Path(figures, f"rank{rank}.json"), json.dumps(summarise(trainer, progress, rank=rank)) + "\n")
     return progress
@@ -82,12 +84,11 @@ def _nobody(_: Progress) -> None:
 
 
 @contextlib.contextmanager
-def _watching(title: str, config: RunConfig, folder: Path, trainer: Trainer, notes: list[str]) -> Iterator:
+def _watching(title: str, config: RunConfig, metrics: MetricsFile, trainer: Trainer, notes: list[str]) -> Iterator:
     console = Console()
     for note in notes:
         console.print(f"[dim]{note}", highlight=False)
     logging.getLogger("thinwire").addHandler(RichHandler(console=console, show_path=False, show_time=False))
-    metrics = MetricsFile(folder / "metrics.jsonl", after=trainer.step)
     with contextlib.closing(metrics), Display(title, config.steps, trainer.task.unit, console=console) as display:
         yield lambda progress: (metrics(progress), display(progress))
 
@@ -128,6 +129,8 @@ def main() -> None:
             disconnect()
     except ConfigError as error:
         sys.exit(_say(f"thinwire: error: {error}", 2) if rank == "0" else 2)
+    except NotSaved as error:
+        sys.exit(_say(f"thinwire: error: {error}", EXIT_NOT_SAVED))
     except ThinwireError as error:
         # Leave at once: destroying a broken process group could wait for the lost rank.
         _say(f"thinwire: {error}", EXIT_FAILED)

@@ -1,23 +1,30 @@
 """Real worker processes for tests: a pool that lives as long as the test session, because importing torch takes seconds.
 
 `Pool.run(function, size, *args)` calls `function(link, *args)` on `size` gloo processes, each with a `TorchLink` over them,
-and returns what each returned. Functions must be importable (defined at the top of a test module).
+and returns what each returned. Functions must be importable (defined at the top of a test module). A function that makes a
+process group makes it with `own_group`, so that it is given back: every group holds threads that poll.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import traceback
 import warnings
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-LIMIT = 60.0  # seconds that any wait inside a worker may take
+from thinwire.links.base import Link
+from thinwire.payload import Payload
+
+LIMIT = 600.0  # seconds that any wait may take: nothing here is about time, and the machine may be busy
+_GRACE = 60.0  # seconds that the others get to answer too when one has failed already
 
 
 def start_store() -> dist.TCPStore:
@@ -41,6 +48,26 @@ def join_job(rank: int, size: int, port: int, timeout: float = LIMIT) -> None:
     connect(backend="gloo", timeout=timeout)
 
 
+@contextlib.contextmanager
+def own_group(link: Link, ranks: list[int]) -> Iterator[dist.ProcessGroup]:
+    """A process group of some of the ranks of `link`, which is over all processes; destroyed when all have left the block."""
+    group = dist.new_group(ranks)
+    yield group
+    meet(link)
+    dist.destroy_process_group(group)
+
+
+def meet(link: Link) -> None:
+    """Wait until every worker of the link is here."""
+    link.mean(Payload(torch.zeros(1), purpose="metrics"))
+
+
+def thread_count(_: Link | None = None) -> int:
+    """How many threads this process has, those of libraries included."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Threads:")]
+    return int(line.split()[1])
+
+
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     join_job(rank, size, port)
     groups = {n: dist.new_group(list(range(n))) for n in range(1, size)}
@@ -59,35 +86,59 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
 
 
 class Pool:
-    """`size` worker processes that run functions until `close()`."""
+    """`size` worker processes that run functions until `close()`. After a failure new processes take over."""
 
     def __init__(self, size: int = 4):
+        self.size = size
+        self._start()
+
+    def _start(self) -> None:
         self._store = start_store()
         context = mp.get_context("spawn")
-        self._pipes, self._processes = [], []
-        for rank in range(size):
+        self._pipes: list[Connection] = []
+        self._processes: list[mp.context.SpawnProcess] = []
+        for rank in range(self.size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, self._store.port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.size, self._store.port, theirs), daemon=True)
             process.start()
+            theirs.close()
             self._pipes.append(mine)
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
         for pipe in self._pipes[:size]:
             pipe.send((function, size, args))
-        answers = []
-        for rank, pipe in enumerate(self._pipes[:size]):
-            assert pipe.poll(2 * LIMIT), f"worker {rank} gave no answer within {2 * LIMIT:g} s"
-            answers.append(pipe.recv())
-        failed = [f"worker {rank}:\n{answer}" for rank, (ok, answer) in enumerate(answers) if not ok]
-        assert not failed, "\n".join(failed)
-        return [answer for _, answer in answers]
+        answers: dict[int, Any] = {}
+        failed: dict[int, str] = {}
+        while len(answers) + len(failed) < size:
+            missing = {self._pipes[rank]: rank for rank in range(size) if rank not in answers and rank not in failed}
+            ready = wait(list(missing), _GRACE if failed else LIMIT)
+            for rank in [missing[pipe] for pipe in ready] or missing.values():
+                ok, answer = _answer(self._pipes[rank]) if ready else (False, "gave no answer")
+                (answers if ok else failed)[rank] = answer
+        if failed:
+            self.kill()
+            self._start()
+        assert not failed, "\n".join(f"worker {rank}:\n{said}" for rank, said in sorted(failed.items()))
+        return [answers[rank] for rank in range(size)]
 
     def close(self) -> None:
+        """Let all processes end by themselves."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(timeout=10)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.join(timeout=LIMIT)
+        self.kill()
+
+    def kill(self) -> None:
+        """End all processes that are still there."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _answer(pipe: Connection) -> tuple[bool, Any]:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return False, "ended without an answer"

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
 from tests.conformance.training import adamw, assert_close, assert_same, backward, model_of, sgd, snapshot
@@ -18,7 +17,7 @@ from thinwire import DecoupledDiLoCo, Dense, Flaky, Identity, Link, Metered, Sig
 from thinwire.codecs import Codec
 from thinwire.errors import ConfigError
 from thinwire.links.base import LinkDecorator
-from thinwire.links.mesh import shard_model
+from thinwire.links.mesh import make_mesh, shard_model
 from thinwire.pace import Pace
 
 H = 8
@@ -188,7 +187,7 @@ def test_real_processes_find_their_pace_as_simulated_ones_do(pool: Pool) -> None
 
 def _shards_of_different_speed(whole: Link) -> tuple[int, int, int]:
     assert whole.size == 4
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = make_mesh(workers=2, shards=2)
     shard = mesh["shard"].get_local_rank()
     link = TorchLink(mesh["replicate"], timeout=LIMIT)
     model = shard_model(torch.nn.Linear(4, 4), mesh)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.processes import LIMIT, Pool
 from thinwire.codecs import (
@@ -33,7 +32,7 @@ from thinwire.codecs.simple import SimpleTopK
 from thinwire.errors import ConfigError, NonFiniteRound, WireError
 from thinwire.exchange import average, message_nbytes, post_share, share
 from thinwire.links import Link, Metered, SoloLink, TorchLink
-from thinwire.links.mesh import shard_model
+from thinwire.links.mesh import make_mesh, shard_model
 from thinwire.links.shards import local
 from thinwire.sim import World
 
@@ -272,7 +271,7 @@ class _Matrices(nn.Module):
 
 def _step_on_a_mesh(_: Link, chain: Chain) -> tuple[int, list[Tensor], list[int]]:
     """One step on row shards: each process encodes its own part, and talks to its twin on the other worker only."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = make_mesh(workers=2, shards=2)
     link = Metered(TorchLink(mesh["replicate"], timeout=LIMIT))
     model = shard_model(_Matrices(), mesh)
     params = [local(p.detach()) for p in model.parameters()]

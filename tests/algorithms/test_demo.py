@@ -13,7 +13,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.conformance.training import assert_close, assert_same
 from tests.processes import LIMIT, Pool
@@ -42,7 +41,7 @@ from thinwire import (
 from thinwire.codecs.wire import HEADER_NBYTES
 from thinwire.errors import CheckpointError, ConfigError, FingerprintMismatch
 from thinwire.links.base import LinkDecorator, Ticket
-from thinwire.links.mesh import shard_model
+from thinwire.links.mesh import make_mesh, shard_model
 from thinwire.network import Op
 
 Shape = tuple[int, ...]
@@ -282,7 +281,7 @@ _ON_A_MESH: list[dict[str, Any]] = [
 
 
 def _on_a_mesh(_: Link) -> tuple[int, list[list[Tensor] | str], str]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = make_mesh(workers=2, shards=2)
     link, shard = TorchLink(mesh["replicate"], timeout=LIMIT), mesh["shard"].get_local_rank()
     seen: list[list[Tensor] | str] = []
     for settings in _ON_A_MESH:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.conformance.test_sharded import uneven
 from tests.conformance.training import assert_close, assert_same
@@ -16,7 +15,7 @@ from tests.conformance.training import backward as backward_uneven
 from tests.processes import LIMIT, Pool
 from thinwire import DCT, Codec, DeMo, Float, Link, Metered, RandomK, Sign, SoloLink, Striding, TopK, TorchLink, World
 from thinwire.links import LinkDecorator, Ticket
-from thinwire.links.mesh import shard_model
+from thinwire.links.mesh import make_mesh, shard_model
 from thinwire.links.shards import local, reshard
 from thinwire.network import Op
 from thinwire.payload import Payload
@@ -52,10 +51,6 @@ def backward(model: nn.Module, worker: int, step: int) -> None:
     (model(x) - torch.cat([x.cos(), x * x], 1)).square().mean().backward()
 
 
-def mesh_of(workers: int, shards: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (workers, shards), mesh_dim_names=("replicate", "shard"))
-
-
 def train(model: nn.Module, opt: torch.optim.Optimizer, worker: int, steps: int = STEPS) -> None:
     for step in range(1, steps + 1):
         backward(model, worker, step)
@@ -69,7 +64,7 @@ def whole(model: nn.Module) -> list[Tensor]:
 
 
 def _on_mesh(_: Link, workers: int, shards: int, settings: dict[str, Any], bias: bool = True) -> Answer:
-    mesh = mesh_of(workers, shards)
+    mesh = make_mesh(workers=workers, shards=shards)
     link = Metered(TorchLink(mesh["replicate"], timeout=LIMIT))
     model = shard_model(borders(bias), mesh)
     opt = DeMo(model.parameters(), link, alarm_every=1, **settings)
@@ -159,7 +154,7 @@ BASE = {
 
 def _one_worker(_: Link, phi: str, link: str, codec: Codec) -> tuple[list[Tensor], list[Tensor], float]:
     """FlexDeMo with nobody to exchange with, and FSDP2 with the base optimizer; momenta that are left."""
-    mesh = mesh_of(1, 4) if link == "torch" else mesh_of(2, 2)
+    mesh = make_mesh(workers=1, shards=4) if link == "torch" else make_mesh(workers=2, shards=2)
     alone = TorchLink(mesh["replicate"], timeout=LIMIT) if link == "torch" else SoloLink()
     worker = mesh["replicate"].get_local_rank()
     ours, base = shard_model(borders(), mesh), shard_model(borders(), mesh)
@@ -223,7 +218,7 @@ class _OverheardTicket(Ticket):
 
 
 def _overheard(_: Link) -> tuple[int, int, list[bytes], list[list[bytes]]]:
-    mesh = mesh_of(2, 2)
+    mesh = make_mesh(workers=2, shards=2)
     link = Overheard(TorchLink(mesh["replicate"], timeout=LIMIT))
     model = shard_model(borders(), mesh)
     train(model, DeMo(model.parameters(), link, codec=TOPK), link.rank)
@@ -294,7 +289,7 @@ class OneRow(nn.Module):
 
 def _awkward(_: Link, kind: str, shards: int, settings: dict[str, Any], poison: bool) -> Answer:
     torch.manual_seed(0)
-    mesh = mesh_of(4 // shards, shards)
+    mesh = make_mesh(workers=4 // shards, shards=shards)
     link = TorchLink(mesh["replicate"], timeout=LIMIT)
     model = shard_model(OneRow() if kind == "one row" else uneven(torch.float32), mesh)
     opt = DeMo(model.parameters(), link, alarm_every=1, **settings)

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.conformance.training import assert_close, assert_same, backward, model_of, snapshot, train
 from tests.processes import LIMIT, Pool
 from thinwire import Dense, Flaky, Int8, Link, LoRDO, Metered, SoloLink, TorchLink, World, checkpoint
 from thinwire.errors import ConfigError
-from thinwire.links.mesh import shard_model
+from thinwire.links.mesh import make_mesh, shard_model
 from thinwire.low_rank import similarity
 from thinwire.network import ring_traffic
 from thinwire.optim import LowRankAdam, QHAdam
@@ -405,7 +404,7 @@ def test_a_worker_with_bad_moments_is_refused_and_healed(slot: str) -> None:
 
 
 def _on_shards(_: Link) -> str:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = make_mesh(workers=2, shards=2)
     model = shard_model(nn.Linear(8, 8), mesh)
     try:
         made(model, TorchLink(mesh["replicate"], timeout=LIMIT))

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.conformance.test_sharded import uneven
 from tests.conformance.training import assert_close, assert_same, backward, model_of, sgd, snapshot, train
@@ -16,7 +15,7 @@ from tests.processes import LIMIT, Pool
 from thinwire import Codec, Dense, DiLoCo, Fp4, Int8, Link, Metered, TorchLink, World, average
 from thinwire.codecs import Parts
 from thinwire.errors import NonFiniteRound
-from thinwire.links.mesh import shard_model
+from thinwire.links.mesh import make_mesh, shard_model
 from thinwire.links.shards import Shards, reshard
 from thinwire.merge import Merge, norms_of
 
@@ -170,7 +169,7 @@ def test_differences_are_weighed_by_work() -> None:
 
 
 def _sharded(_: Link) -> tuple[int, list[Tensor], list[float]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = make_mesh(workers=2, shards=2)
     link = TorchLink(mesh["replicate"], timeout=LIMIT)
     model = shard_model(uneven(torch.float32), mesh)
     opt = DiLoCo(sgd(model.parameters()), link, H=2, merge="rda", alarm_every=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.conformance.training import (
     ALGORITHMS,
@@ -22,7 +21,7 @@ from tests.conformance.training import (
 )
 from tests.processes import LIMIT, Pool
 from thinwire import Link, TorchLink, World
-from thinwire.links.mesh import shard_model
+from thinwire.links.mesh import make_mesh, shard_model
 from thinwire.links.shards import reshard
 
 pytestmark = pytest.mark.parametrize("name", [n for n in NAMES if not ALGORITHMS[n].needs_whole_tensors])
@@ -51,7 +50,7 @@ def uneven(dtype: torch.dtype) -> Uneven:
 
 
 def _sharded(_: Link, name: str, dtype: torch.dtype, poison: bool) -> tuple[int, list[Tensor], list[Tensor], int]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = make_mesh(workers=2, shards=2)
     link = TorchLink(mesh["replicate"], timeout=LIMIT)
     model = shard_model(uneven(dtype), mesh)
     opt = build(name, model.parameters(), link, codec=codec_of(name, gather=False), alarm_every=1, **smooth(name))
@@ -113,7 +112,7 @@ def test_evaluating_between_steps_changes_nothing(name: str, pool: Pool) -> None
 
 
 def _with_and_without_evaluation(_: Link, name: str) -> tuple[list[Tensor], list[Tensor]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = make_mesh(workers=2, shards=2)
     results = []
     for evaluate in (True, False):
         link = TorchLink(mesh["replicate"], timeout=LIMIT)

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.links.test_torch import Broken, Job
-from tests.processes import Pool
+from tests.processes import LIMIT, Pool, own_group
 from thinwire.errors import LinkError, RoundAborted
 from thinwire.links import Flaky, Link, Metered, SoloLink, Straggler, Throttled, TorchLink
 from thinwire.network import Network
@@ -116,23 +115,24 @@ def test_a_late_worker_delays_its_partner_only(pool: Pool) -> None:
 
 def _deserted(link: Link) -> tuple[str, tuple[int, ...]] | None:
     """Rank 1 leaves rank 0 alone with the second swap; ranks 2 and 3 do not mind."""
-    mine = TorchLink(dist.new_group([0, 1, 2, 3]), timeout=1.0)
-    mine.post(message(1, link.rank ^ 1), "pair").wait()
-    if link.rank == 1:
+    with own_group(link, [0, 1, 2, 3]) as group:
+        TorchLink(group, timeout=LIMIT).post(message(1, link.rank ^ 1), "pair").wait()
+        if link.rank == 1:
+            return None
+        mine = TorchLink(group, timeout=1.0 if link.rank == 0 else LIMIT)
+        try:
+            mine.post(message(1, link.rank ^ 1, 1000), "pair").wait()
+        except LinkError as error:
+            with pytest.raises(LinkError, match="this link is broken since"):
+                mine.post(message(1, link.rank ^ 1), "pair")
+            return str(error), error.lost
         return None
-    try:
-        mine.post(message(1, link.rank ^ 1, 1000), "pair").wait()
-    except LinkError as error:
-        with pytest.raises(LinkError, match="this link is broken since"):
-            mine.post(message(1, link.rank ^ 1), "pair")
-        return str(error), error.lost
-    return None
 
 
 def test_a_partner_that_does_not_answer_is_named_after_the_timeout(pool: Pool) -> None:
     told, *others = pool.run(_deserted, 4)
     assert told is not None
-    assert told[0].startswith("rank 0, round 2 (swap with rank 1 of 4 kB): no answer within 1 s although every rank is alive")
+    assert told[0].startswith("rank 0, round 1 (swap with rank 1 of 4 kB): no answer within 1 s although every rank is alive")
     assert told[1] == ()
     assert others == [None] * 3
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.processes import Pool, join_job, start_store
+from tests.processes import LIMIT, Pool, join_job, meet, own_group, start_store
 from thinwire.errors import ConfigError, LinkError
 from thinwire.links import Link, SoloLink, TorchLink, connect, disconnect
 from thinwire.links.heartbeat import Heartbeat
@@ -131,14 +131,15 @@ def _on_a_mesh(link: Link) -> tuple:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
     seen = []
     for axis in ("replicate", "shard"):
-        one = TorchLink(mesh[axis], timeout=20)
+        one = TorchLink(mesh[axis], timeout=LIMIT)
         gathered = [p.data[0].item() for p in one.all_gather(message(link.rank))]
         seen.append((one.rank, one.size, gathered, one.mean(message(link.rank)).data[0].item()))
-    try:
+    with pytest.raises(ConfigError) as refused:
         TorchLink(mesh)
-    except ConfigError as error:
-        return *seen, str(error)
-    return *seen, "not refused"
+    meet(link)
+    for group in mesh.get_all_groups():
+        dist.destroy_process_group(group)
+    return *seen, str(refused.value)
 
 
 def test_a_mesh_axis_is_a_link_and_a_mesh_is_not(pool: Pool) -> None:
@@ -150,12 +151,12 @@ def test_a_mesh_axis_is_a_link_and_a_mesh_is_not(pool: Pool) -> None:
 
 
 def _join_as_a_stranger(link: Link) -> str:
-    group = dist.new_group([1, 3])
-    try:
-        inside = TorchLink(group, timeout=20)
-    except ConfigError as error:
-        return str(error)
-    return f"rank {inside.rank} of {inside.size}: {inside.mean(message(link.rank)).data[0].item()}"
+    with own_group(link, [1, 3]) as group:
+        try:
+            inside = TorchLink(group, timeout=LIMIT)
+        except ConfigError as error:
+            return str(error)
+        return f"rank {inside.rank} of {inside.size}: {inside.mean(message(link.rank)).data[0].item()}"
 
 
 def test_a_group_one_is_not_in_is_refused_at_once(pool: Pool) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.conformance.test_sharded import uneven
 from tests.conformance.training import ALGORITHMS, NAMES, H, adamw, assert_same, build, model_of, sgd, snapshot, train
@@ -20,7 +19,7 @@ from tests.processes import LIMIT, Pool
 from thinwire import Link, SoloLink, TorchLink, Wrapper, checkpoint
 from thinwire.checkpoint.files import read_sums, sum_of, write_sums
 from thinwire.errors import CheckpointError
-from thinwire.links.mesh import shard_model
+from thinwire.links.mesh import make_mesh, shard_model
 from thinwire.links.shards import local, reshard
 
 STOP = H + 2
@@ -102,7 +101,7 @@ def test_replicated_state_is_written_once_and_per_worker_state_under_its_worker(
 
 def _sharded_round_trip(_: Link, folder: Path) -> tuple[list, list]:
     """On an HSDP mesh stock checkpointing takes the workers' momenta for copies of each other, and keeps one."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = make_mesh(workers=2, shards=2)
     link = TorchLink(mesh["replicate"], timeout=LIMIT)
     model = shard_model(uneven(torch.float32), mesh)
     opt = build("diloco", model.parameters(), link)

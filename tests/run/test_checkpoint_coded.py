@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.conformance.test_sharded import uneven
 from tests.conformance.training import assert_same, train
 from tests.processes import LIMIT, Pool
 from thinwire import DCT, DeMo, Link, SoloLink, TopK, TorchLink, checkpoint
 from thinwire.errors import CheckpointError
-from thinwire.links.mesh import shard_model
+from thinwire.links.mesh import make_mesh, shard_model
 from thinwire.links.shards import local, reshard
 
 STOP, MORE = 3, 3
@@ -34,7 +33,7 @@ def _built(link: Link, mesh: tuple[int, int] | None, seed: int, settings: dict[s
     with torch.no_grad():
         model.second.weight.add_(0.01 * seed)  # so that loading has something to change
     if mesh is not None:
-        axes = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+        axes = make_mesh(workers=mesh[0], shards=mesh[1])
         link = TorchLink(axes["replicate"], timeout=LIMIT)
         shard_model(model, axes)
     return model, _demo(model, link, **settings), link

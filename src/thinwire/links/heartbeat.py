@@ -37,6 +37,13 @@ class Heartbeat:
             cls._running = running = cls(store, dist.get_rank())
         return running
 
+    @classmethod
+    def end(cls) -> None:
+        """Stop the heartbeat of this process, if there is one: at the end of the job or of the process."""
+        running, cls._running = cls._running, None
+        if running is not None:
+            running.stop()
+
     def __init__(self, store: dist.Store, rank: int):
         """Beat as global rank `rank` into `store` until the process ends."""
         # One connection for the beat and one for listening: a store connection serves one caller at a time.
@@ -46,10 +53,9 @@ class Heartbeat:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="thinwire-heartbeat", daemon=True)
         self._thread.start()
-        atexit.register(self.stop)
 
     def stop(self) -> None:
-        """End the beat; called at exit, before the store goes away."""
+        """End the beat."""
         self._stop.set()
         self._thread.join(timeout=2 * INTERVAL)
 
@@ -90,6 +96,9 @@ class Heartbeat:
     def _count(self, rank: int) -> bytes:
         key = f"thinwire/beat/{rank}"
         return self._listen.get(key) if self._listen.check([key]) else b""
+
+
+atexit.register(Heartbeat.end)  # once, however many jobs the process joins; before the store goes away
 
 
 def _connection(store: dist.Store) -> dist.Store:

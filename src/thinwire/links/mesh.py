@@ -18,6 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from thinwire.errors import ConfigError
+from thinwire.links.torch import at_disconnect
+
+_meshes: dict[tuple[int, int, str], tuple[DeviceMesh, dist.ProcessGroup]] = {}  # made so far, each with the job's group
+at_disconnect(_meshes.clear)
 
 
 def worker_count(shards: int) -> int | None:
@@ -31,11 +35,30 @@ def worker_count(shards: int) -> int | None:
 
 
 def make_mesh(*, workers: int, shards: int, device: str = "cpu") -> DeviceMesh:
-    """The mesh of all processes with the axes "replicate" (workers, slow) and "shard" (inside a worker, fast)."""
+    """The mesh of all processes with the axes "replicate" (workers, slow) and "shard" (inside a worker, fast).
+
+    A mesh holds process groups, and every group holds threads and connections. So a mesh is made once per job: the same
+    shape and device give the same mesh until `disconnect()`. Where one of its groups was destroyed, a new mesh is made.
+    """
     processes = dist.get_world_size()
     if workers * shards != processes:
         raise ConfigError(f"{workers} workers of {shards} shards need {workers * shards} processes, there are {processes}")
-    return init_device_mesh(device, (workers, shards), mesh_dim_names=("replicate", "shard"))
+    key, job = (workers, shards, device), dist.distributed_c10d._get_default_group()
+    if any(made_in is not job for _, made_in in _meshes.values()):
+        _meshes.clear()  # the job was left without disconnect(), and torch uses the names of its groups again
+    mesh = _meshes[key][0] if key in _meshes else None
+    if mesh is None or not _is_alive(mesh):
+        mesh = init_device_mesh(device, (workers, shards), mesh_dim_names=("replicate", "shard"))
+        _meshes[key] = mesh, job
+    return mesh
+
+
+def _is_alive(mesh: DeviceMesh) -> bool:
+    """Whether all groups of a mesh can still be used."""
+    try:
+        return all(dist.get_backend(group) for group in mesh.get_all_groups())
+    except (RuntimeError, ValueError):  # torch no longer knows the name, or the group
+        return False
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -273,7 +273,20 @@ def host_job(processes: int) -> tuple[dist.Store, list[dict[str, str]]]:
     return store, [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
+_let_go: list[Callable[[], object]] = [Heartbeat.end]
+
+
+def at_disconnect(let_go: Callable[[], object]) -> None:
+    """Have `disconnect()` call a function that lets go of what belongs to the job."""
+    _let_go.append(let_go)
+
+
 def disconnect() -> None:
-    """Leave the job: destroy the default process group if there is one."""
+    """Leave the job: end the heartbeat and destroy all process groups, if there are any.
+
+    Nothing of the job is left behind in this process once its links are gone too, so it can join another one.
+    """
+    for let_go in _let_go:
+        let_go()
     if dist.is_initialized():
         dist.destroy_process_group()

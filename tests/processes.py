@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import multiprocessing as mp
 import os
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,24 @@ def thread_count(_: Link | None = None) -> int:
     """How many threads this process has, those of libraries included."""
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Threads:")]
     return int(line.split()[1])
+
+
+def tell(event: str) -> None:
+    """Let the other workers of this job know of an event; its name must be new in the job."""
+    dist.distributed_c10d._get_default_store().set(f"test/{event}", "1")
+
+
+def hear(*events: str) -> None:
+    """Wait until all these events have been told."""
+    dist.distributed_c10d._get_default_store().wait([f"test/{event}" for event in events], timedelta(seconds=LIMIT))
+
+
+def until(happened: Callable[[], object], what: str) -> None:
+    """Wait for something that can only be asked for, such as a file or the end of somebody else's process."""
+    deadline = time.monotonic() + LIMIT
+    while not happened():
+        assert time.monotonic() < deadline, f"waited {LIMIT:g} s in vain: {what}"
+        time.sleep(0.02)
 
 
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 
 import pytest
 
@@ -25,20 +24,16 @@ def job(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_the_missing_are_named_after_the_timeout(job: pytest.MonkeyPatch) -> None:
-    started = time.monotonic()
     with pytest.raises(LinkError, match=r"rank 0 of 3: no sign of rank 1, rank 2 within 0.5 s; they were not started") as told:
         connect_all(timeout=0.5)
     assert told.value.lost == (1, 2)
-    assert time.monotonic() - started < 10
 
 
 def test_without_rank_0_there_is_no_store(job: pytest.MonkeyPatch) -> None:
     job.setenv("RANK", "1")
-    started = time.monotonic()
     with pytest.raises(LinkError, match=r"rank 1: the job's store at 127.0.0.1:\d+ does not answer within 0.5 s") as told:
         connect_all(timeout=0.5)
     assert told.value.lost == (0,)
-    assert time.monotonic() - started < 10
 
 
 def test_a_port_that_is_taken_is_told(job: pytest.MonkeyPatch) -> None:

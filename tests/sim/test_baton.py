@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import torch
 
+from tests.processes import LIMIT
 from thinwire.sim.baton import Baton
 
 
@@ -27,7 +28,7 @@ def run(size: int, worker, ready, *, seed: int = 0) -> None:
         thread.start()
     baton.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=LIMIT)
         assert not thread.is_alive(), "the baton was lost"
 
 

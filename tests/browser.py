@@ -20,8 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.processes import LIMIT
+
 CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
-LIMIT = 60.0  # seconds for one answer
 
 
 class Browser:
@@ -114,7 +115,7 @@ class Browser:
         if not select.select([self._read], [], [], seconds)[0]:
             return
         chunk = os.read(self._read, 1 << 20)
-        assert chunk, f"Chromium has ended with exit code {self._process.wait(10)}"
+        assert chunk, f"Chromium has ended with exit code {self._process.wait(LIMIT)}"
         *whole, self._rest = (self._rest + chunk).split(b"\0")
         for message in map(json.loads, whole):
             if "id" in message:
@@ -141,7 +142,7 @@ class Browser:
         try:
             os.close(self._write)  # Chromium ends when its pipe does
             os.close(self._read)
-            self._process.wait(10)
+            self._process.wait(LIMIT)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, 9)
             self._process.wait(10)

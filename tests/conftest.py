@@ -1,16 +1,24 @@
 from __future__ import annotations
 
+import fcntl
 import signal
-from collections.abc import Iterator
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.processes import Pool, thread_count
 
 MOST_THREADS = 80  # of a process of the pool at the end: three for each of the groups and meshes that tests share
 
 torch.set_num_threads(1)
+settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
+settings.load_profile("no clock")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job, as CI may be, ignores Ctrl-C and hands that on to what it starts; tests press it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -28,6 +36,62 @@ def pool() -> Iterator[Pool]:
     )
 
 
+@pytest.fixture
+def network() -> Iterator[None]:
+    """The machine's network for this test alone, among all that run at the same time: other tests wait here."""
+    with Path(tempfile.gettempdir(), "thinwire-tests-network.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _same_seed() -> None:
     torch.manual_seed(0)
+
+
+# --- What was not tested -----------------------------------------------------------------------------------------------------
+
+_SLOW = pytest.StashKey[int]()
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """Count the slow tests that were left out; with pytest-xdist this happens in its workers."""
+    if items:
+        config = items[0].config
+        config.stash[_SLOW] = config.stash.get(_SLOW, 0) + sum(item.get_closest_marker("slow") is not None for item in items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["slow"] = session.config.stash.get(_SLOW, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of pytest-xdist has ended. Each of them has seen all tests."""
+    slow = getattr(node, "workeroutput", {}).get("slow", 0)
+    node.config.stash[_SLOW] = max(slow, node.config.stash.get(_SLOW, 0))
+
+
+def not_tested(slow: int, skipped: Sequence[str]) -> list[str]:
+    """One line for each thing that a run has left out, with the way to get it.
+
+    Args:
+        slow: how many slow tests were not selected.
+        skipped: the reason of every test that was skipped, which says how to get it.
+    """
+    lines = [f"{_tests(slow)}, slow: make test-full"] if slow else []
+    lines += [f"{_tests(count)}, skipped: {reason}" for reason, count in Counter(skipped).most_common()]
+    lines.append("GPUs and NCCL: there is no test of them here; all tests run on the CPU with gloo")
+    return [*lines, "many kills of whole trainings: make chaos", "speed, and a million hostile messages: make bench"]
+
+
+def _tests(count: int) -> str:
+    return f"{count} test{'' if count == 1 else 's'}"
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    skipped = [report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ())]
+    terminalreporter.section("not tested")
+    for line in not_tested(config.stash.get(_SLOW, 0), skipped):
+        terminalreporter.write_line(line)

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.processes import LIMIT
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -24,7 +26,7 @@ def test_the_example_algorithm_passes_the_conformance_suite(tmp_path: Path) -> N
     command += [str(ROOT / "tests" / "conformance"), str(tests), "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
     # The copy comes first on the path; the installed package is the same but for the new file.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, cwd=ROOT)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed and int(passed[1]) > 40, done.stdout[-500:]

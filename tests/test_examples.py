@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import LIMIT
+
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 RUNS = {
     "plain.py": ([], r"validation loss 0\.\d+"),
@@ -30,7 +32,7 @@ ADMITTED_ELSEWHERE = {"sign_mean.py"}  # a file for algorithms/, not a script
 
 def run(command: list[str]) -> str:
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=100, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        [sys.executable, *command], capture_output=True, text=True, timeout=LIMIT, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processes import LIMIT
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "muloco.py"
 
 # torch.optim.Muon multiplies bfloat16 matrices, which some CPUs can do only without their newest instructions.
@@ -42,7 +44,7 @@ print("ok")
 
 def run(*command: str) -> str:
     env = os.environ | {"OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=110, env=env)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=LIMIT, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

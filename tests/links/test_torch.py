@@ -6,8 +6,8 @@ import multiprocessing as mp
 import os
 import signal
 import socket
-import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.processes import LIMIT, Pool, join_job, meet, own_group, start_store
+from tests.processes import LIMIT, Pool, hear, join_job, meet, own_group, start_store, tell, until
 from thinwire.errors import ConfigError, LinkError
 from thinwire.links import Link, SoloLink, TorchLink, connect, disconnect
 from thinwire.links.heartbeat import Heartbeat
@@ -108,20 +108,18 @@ def test_nothing_is_allocated_for_an_absurd_length(pool: Pool) -> None:
         assert said == f"rank {rank}: rank 1 announces a message of 101 bytes, 100 are allowed"
 
 
-def _post_early(link: Link) -> float:
-    """How long a post takes when the other worker comes half a second later."""
-    link.mean(message())  # start together
+def _post_early(link: Link, posted: str) -> list[float]:
+    """Rank 1 posts only when rank 0 has posted and gone on."""
     if link.rank == 1:
-        time.sleep(0.5)
-    started = time.perf_counter()
+        hear(posted)
     ticket = link.post(message(link.rank, 4, fixed=True), "gather")
-    posted = time.perf_counter() - started
-    assert [p.data[0].item() for p in ticket.wait()] == [0.0, 1.0]
-    return posted
+    if link.rank == 0:
+        tell(posted)
+    return [p.data[0].item() for p in ticket.wait()]
 
 
 def test_posting_does_not_wait_for_the_others(pool: Pool) -> None:
-    assert pool.run(_post_early, 2)[0] < 0.25
+    assert pool.run(_post_early, 2, uuid.uuid4().hex) == [[0.0, 1.0]] * 2
 
 
 # --- Groups and meshes -------------------------------------------------------------------------------------------------------
@@ -267,17 +265,14 @@ def test_the_heartbeat_follows_the_process_into_its_next_job() -> None:
         try:
             assert Heartbeat.start() is beat, "one heartbeat per job"
             default = dist.distributed_c10d._get_default_store()
-            deadline = time.monotonic() + 3
-            while not default.check(["thinwire/beat/0"]) and time.monotonic() < deadline:
-                time.sleep(0.02)
-            assert default.check(["thinwire/beat/0"]), f"no beat in the store of job {stores.index(store) + 1}"
+            until(lambda default=default: default.check(["thinwire/beat/0"]), f"a beat in job {stores.index(store) + 1}")
         finally:
             disconnect()
-            if store is stores[-1]:
-                beat.stop()
 
 
 # --- Ranks that are lost -----------------------------------------------------------------------------------------------------
+
+VERY_LONG = 10 * LIMIT  # seconds: who waits that long for a rank that is gone gives its answer too late for the test
 
 
 class Job:
@@ -301,8 +296,8 @@ class Job:
         for pipe in self.pipes:
             pipe.send((function, args))
 
-    def answer(self, rank: int, within: float = 40.0) -> Any:
-        assert self.pipes[rank].poll(within), f"rank {rank} gave no answer within {within:g} s"
+    def answer(self, rank: int) -> Any:
+        assert self.pipes[rank].poll(LIMIT), f"rank {rank} gave no answer within {LIMIT:g} s"
         ok, answer = self.pipes[rank].recv()
         assert ok, f"rank {rank}:\n{answer}"
         return answer
@@ -326,7 +321,7 @@ def _member(rank: int, size: int, port: int, pipe: Connection, once: bool, host:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         torch.set_num_threads(1)
-        connect(timeout=60)
+        connect(timeout=LIMIT)
     else:
         join_job(rank, size, port)
     while True:
@@ -344,40 +339,38 @@ def _member(rank: int, size: int, port: int, pipe: Connection, once: bool, host:
 
 def _report(link: TorchLink) -> dict[str, Any]:
     """Go on exchanging until the link fails, and say how; then try once more."""
-    started = time.monotonic()
     try:
         while True:
             link.mean(message(length=1000))
     except LinkError as error:
-        report = {"rank": link.rank, "seconds": time.monotonic() - started, "said": str(error), "lost": error.lost}
-    started = time.monotonic()
+        report = {"rank": link.rank, "said": str(error), "lost": error.lost}
     try:
         link.post(message(), "mean")
     except LinkError as error:
-        report |= {"next": str(error), "next lost": error.lost, "next seconds": time.monotonic() - started}
+        report |= {"next": str(error), "next lost": error.lost}
     return report
 
 
 def _hit_by(rank: int, signal_: int, victim: int, members: list[int] | None, timeout: float) -> dict[str, Any] | str:
-    """One good round; then `victim` sends itself a signal while the others are waiting for it."""
+    """One good round; then `victim` sends itself a signal, and the others wait for it for `timeout` seconds."""
     group = dist.new_group(members) if members else None
     if members and rank not in members:
         return "not in it"
-    link = TorchLink(group, timeout=timeout)
+    link = TorchLink(group, timeout=LIMIT)
     link.mean(message())
     if rank == victim:
-        time.sleep(0.3)
         os.kill(os.getpid(), signal_)
         return "went on"
+    link.timeout = timeout
     return _report(link)
 
 
 def _killed(rank: int, victim: int, elsewhere: int) -> dict[str, Any]:
     """One is killed; the others say what they know and leave, one of them after a collective that is not the link's."""
-    report = _hit_by(rank, signal.SIGKILL, victim, None, 30.0)
+    report = _hit_by(rank, signal.SIGKILL, victim, None, VERY_LONG)
     if rank == elsewhere:
         try:
-            with TorchLink(timeout=30.0).naming_the_lost():
+            with TorchLink(timeout=VERY_LONG).naming_the_lost():
                 dist.all_reduce(torch.ones(3))
         except LinkError as error:
             report |= {"elsewhere": str(error), "elsewhere lost": error.lost}
@@ -385,13 +378,14 @@ def _killed(rank: int, victim: int, elsewhere: int) -> dict[str, Any]:
 
 
 def _desert(rank: int, deserter: int, timeout: float) -> dict[str, Any] | str:
-    link = TorchLink(dist.new_group(list(range(dist.get_world_size()))), timeout=timeout)
+    link = TorchLink(dist.new_group(list(range(dist.get_world_size()))), timeout=LIMIT)
     link.mean(message())
+    link.timeout = timeout
     return "never took part again" if rank == deserter else _report(link)
 
 
 def assert_names(report: dict[str, Any], lost: tuple[int, ...], size: int) -> None:
-    """The report says who reports, in which round, and exactly who is lost, and later posts say the same at once."""
+    """The report says who reports, in which round, and exactly who is lost, and later posts say the same."""
     others = [f"rank {r}" for r in range(size) if r not in (*lost, report["rank"])]
     assert f"rank {report['rank']}, round 2 (all-reduce of 4 kB)" in report["said"]
     assert report["lost"] == lost, report["said"]
@@ -399,7 +393,6 @@ def assert_names(report: dict[str, Any], lost: tuple[int, ...], size: int) -> No
     assert not any(other in report["said"].split("[")[0] for other in others)
     assert report["next lost"] == lost
     assert "this link is broken since: " + report["said"] in report["next"]
-    assert report["next seconds"] < 0.5
 
 
 @pytest.fixture(scope="module")
@@ -418,8 +411,7 @@ def test_a_rank_that_is_alive_but_takes_no_part_is_not_called_lost(job: Job) -> 
         assert f"rank {rank}, round 2 " in report["said"]
         assert "no answer within 1 s although every rank is alive" in report["said"]
         assert "lost" not in report["said"].split("[")[0]
-        assert 0.9 < report["seconds"] < 15
-        assert report["next seconds"] < 0.5
+        assert "this link is broken since: " + report["said"] in report["next"]
     assert job.answer(2) == "never took part again"
 
 
@@ -430,7 +422,7 @@ def test_a_stopped_rank_is_named_after_the_timeout_by_its_number_in_the_group(jo
         for rank in (1, 3):
             report = job.answer(rank)
             assert_names(report, (1,), 3)
-            assert 2.9 < report["seconds"] < 20
+            assert "imed out" in report["said"].partition("[")[2], "the cause that gloo gives"
     finally:
         os.kill(job.processes[2].pid, signal.SIGCONT)
     assert job.answer(2) == "went on"
@@ -444,7 +436,7 @@ def killed() -> Iterator[list[dict[str, Any]]]:
     try:
         job.tell(_killed, 0, 3)
         reports = [{}] + [job.answer(rank) for rank in (1, 2, 3)]
-        job.processes[0].join(timeout=5)
+        job.processes[0].join(timeout=LIMIT)
         assert job.processes[0].exitcode == -signal.SIGKILL
         yield reports
     finally:
@@ -454,13 +446,11 @@ def killed() -> Iterator[list[dict[str, Any]]]:
 @pytest.mark.parametrize("rank", [1, 3])
 def test_a_killed_rank_is_named_by_its_neighbours_long_before_the_timeout(killed: list[dict[str, Any]], rank: int) -> None:
     assert_names(killed[rank], (0,), 4)
-    assert killed[rank]["seconds"] < 20.0
 
 
 def test_those_who_leave_because_a_rank_was_killed_are_not_called_lost(killed: list[dict[str, Any]]) -> None:
     """Rank 2 hears of the loss only when its neighbours have given up and left; the lost rank is still rank 0 alone."""
     assert_names(killed[2], (0,), 4)
-    assert killed[2]["seconds"] < 20.0
 
 
 def test_a_rank_that_is_lost_in_somebody_elses_collective_is_named_too(killed: list[dict[str, Any]]) -> None:
@@ -471,11 +461,10 @@ def test_a_rank_that_is_lost_in_somebody_elses_collective_is_named_too(killed: l
 def test_when_the_rank_that_holds_the_store_is_killed_the_error_says_so() -> None:
     job = Job(2, host=True)
     try:
-        job.tell(_hit_by, signal.SIGKILL, 0, None, 8.0)
+        job.tell(_hit_by, signal.SIGKILL, 0, None, VERY_LONG)
         report = job.answer(1)
         assert "rank 1, round 2 (all-reduce of 4 kB): lost " in report["said"]
         assert "key-value store" in report["said"] or report["lost"] == (0,)
         assert "alive" not in report["said"]
-        assert report["seconds"] < 8.0 + 10.0
     finally:
         job.end()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.processes import LIMIT
 from thinwire.errors import ConfigError
 from thinwire.optim import QHADOPT, QHM, QHAdam, QHMuon, QuasiHyperbolic, quasi_hyperbolic
 
@@ -333,7 +334,7 @@ def test_qhmuon_with_all_weight_on_one_momentum_is_torchs_muon() -> None:
     """
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], env=env, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", textwrap.dedent(script)], env=env, capture_output=True, text=True, timeout=LIMIT, check=False
     )
     assert done.returncode == 0, done.stderr
     apart = [float(line) for line in done.stdout.split()]

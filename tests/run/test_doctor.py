@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.processes import Pool
+from tests.processes import LIMIT, Pool
 from thinwire.network import Network
 from thinwire.run.commands.doctor import Report, main
 from thinwire.run.doctor import (
@@ -226,7 +226,7 @@ def test_two_processes_are_started_and_measured(capsys: pytest.CaptureFixture[st
 def test_a_rank_that_nobody_joins_says_so_and_ends() -> None:
     job = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "thinwire", "doctor", "--timeout", "0.5s"]
-    ended = subprocess.run(command, env=os.environ | job, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, env=os.environ | job, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert ended.returncode == 1
     assert ended.stderr.startswith(
         "thinwire: rank 1: the job's store at 127.0.0.1:1 does not answer within 0.5 s; rank 0 or its"

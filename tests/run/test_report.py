@@ -441,7 +441,7 @@ def test_ten_arms_of_three_seeds_are_a_small_file(tmp_path: Path) -> None:
     assert (tmp_path / "report.html").stat().st_size < 2_000_000
 
 
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="the report in a browser: apt-get install chromium")
 
 
 @needs_chromium

@@ -1,0 +1,54 @@
+"""A run of the tests ends by saying what it left out and how to get that; and no test looks at a clock."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import not_tested
+from tests.processes import LIMIT
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("how", [[], ["--numprocesses", "1"]], ids=["here", "xdist"])
+def test_slow_tests_that_were_left_out_are_counted(how: list[str]) -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *how, "tests/test_clean_install.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, cwd=ROOT)
+    assert "= not tested =" in done.stdout, done.stdout + done.stderr
+    assert "\n1 test, slow: make test-full\n" in done.stdout
+
+
+def test_every_reason_to_skip_is_told_once_with_the_number_of_tests() -> None:
+    assert not_tested(0, ["b: do that", "a: do this", "a: do this"])[:2] == [
+        "2 tests, skipped: a: do this",
+        "1 test, skipped: b: do that",
+    ]
+    assert not_tested(312, [])[0] == "312 tests, slow: make test-full"
+    assert any("GPU" in line for line in not_tested(0, []))
+
+
+CLOCKS = {
+    "tests/browser.py": "a limit",
+    "tests/clock.py": "stands for a clock",
+    "tests/processes.py": "a limit",
+    "tests/links/test_solo.py": "real time is what it is about, and nothing is too late for it",
+    "tests/run/test_lab.py": "a wire is not faster than it should be, and may be slower",
+    "tests/test_not_tested.py": "this list",
+}
+
+
+def test_no_test_looks_at_a_clock() -> None:
+    """On a busy machine everything takes longer: a test that measures time, or waits for seconds only, fails there."""
+    users = set()
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        text, name = path.read_text(), str(path.relative_to(ROOT))
+        if re.search(r"perf_counter|monotonic|time\.time", text):
+            users.add(name)
+        short = re.findall(r"(?:communicate|join|wait|poll|run)\((?:[^()]*, )?timeout=([\d.]+)", text)
+        assert not [t for t in short if float(t) > 1], f"{name}: a limit in seconds {short}; use tests.processes.LIMIT"
+    assert users == set(CLOCKS)

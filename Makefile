@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types docs bench evidence evidence-all clean
+.PHONY: help demo test test-full chaos lint types docs bench evidence evidence-all clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -13,8 +15,14 @@ help: ## Show this list.
 demo: $(VENV)/.core ## Train a small GPT on 2 real workers twice and compare loss and bytes (about 2 minutes).
 	$(BIN)/thinwire demo
 
-test: lint types docs ## Lint, types, docs and all tests (what CI runs).
-	$(BIN)/python -m pytest
+test: lint types docs ## Lint, types, docs and the quick tests (what CI runs; about MINUTES minutes on 2 cores).
+	$(PYTEST)
+
+test-full: lint types docs ## The same with the slow tests (about FULL minutes on 2 cores).
+	$(PYTEST) -m ""
+
+chaos: $(VENV)/.dev ## Kill workers of 5 methods again and again; each run must end as if nothing had happened.
+	$(BIN)/python -m benchmarks.chaos
 
 lint: $(VENV)/.dev ## Ruff (rules and format) and the import layers.
 	$(BIN)/ruff check .

@@ -72,7 +72,7 @@ def test_the_main_job_writes_everything_a_person_needs(tmp_path: Path, capfd: py
     assert "is finished: it has all 40 steps; give a larger --steps" in finished
 
 
-@pytest.mark.parametrize("algorithm", ["diloco", "ddp"])
+@pytest.mark.parametrize("algorithm", ["diloco", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_killed_worker_is_named_and_resume_ends_as_if_nothing_had_happened(algorithm: str, tmp_path: Path) -> None:
     """The run that is broken would not end by itself, so that the kill comes before its end, however late."""
     settings = ["--algorithm", algorithm, "--task", "gpt-nano", "--batch", "1", "--eval-every", "0", "--lr-final", "1"]
@@ -136,7 +136,11 @@ def test_ctrl_c_ends_all_workers_and_says_so(tmp_path: Path) -> None:
     assert not any(_is_running(worker) for worker in workers)
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGKILL, -9)],
+    ids=["SIGTERM", "SIGKILL"],
+)
 def test_no_worker_outlives_its_launcher(sent: signal.Signals, code: int, tmp_path: Path) -> None:
     endless = ["--steps", str(ENDLESS), "--workers", "2", "--out", str(tmp_path / "run")]
     command = [sys.executable, "-m", "thinwire", "train", *endless]
@@ -184,6 +188,7 @@ def test_under_torchrun_it_joins_the_job(tmp_path: Path) -> None:
     assert "already holds this run" in again.stderr
 
 
+@pytest.mark.slow
 def test_resume_with_another_number_of_workers_says_what_was_re_initialised(tmp_path: Path) -> None:
     out = tmp_path / "run"
     thinwire("train", "--algorithm", "diloco", *QUICK, "--workers", 2, "--checkpoint-every", 20, "--out", out)

@@ -277,7 +277,7 @@ class Case:
         """
         if message in self.good:
             return UNCHANGED
-        started = time.perf_counter()
+        started = time.process_time()  # of this process alone: other work on the machine does not count
         try:
             outcome = self._read(message, weighted)
         except WireError as error:
@@ -288,8 +288,8 @@ class Case:
             outcome = f"{WRONG}: {type(error).__name__}: {error}"
         if must_fail and outcome != ENVELOPE:
             return f"{WRONG}: with a wrong checksum: {outcome}"
-        if time.perf_counter() - started > 5:
-            return f"{WRONG}: took {time.perf_counter() - started:.1f} s: {outcome}"
+        if (seconds := time.process_time() - started) > 5:
+            return f"{WRONG}: took {seconds:.1f} s: {outcome}"
         return outcome
 
     def _read(self, message: bytes, weighted: bool) -> str:

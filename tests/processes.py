@@ -31,7 +31,9 @@ _GRACE = 60.0  # seconds that the others get to answer too when one has failed a
 
 def start_store() -> dist.TCPStore:
     """A key-value store on a free port of the loopback, held by the caller."""
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    from thinwire.links.store import hold_store
+
+    return hold_store("127.0.0.1")
 
 
 def join_job(rank: int, size: int, port: int, timeout: float = LIMIT) -> None:

@@ -12,6 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+# Bytes that a message may have whose length the sender decides, by its purpose: nothing is allocated for more.
+LONGEST = {"handshake": 1 << 20, "doctor": 1 << 20, "word of worker 0": 1 << 16}
+LONGEST_OTHERWISE = 1 << 16
+
 
 @dataclass(frozen=True, eq=False)
 class Payload:
@@ -22,6 +26,7 @@ class Payload:
             that may only be gathered is uint8.
         purpose: what the message is for: "round", "handshake" or "alarm". It stands in error messages and meters.
         fixed: the message has the same length on all workers, so that no lengths need to be exchanged first.
+        limit: of a message that is not `fixed`, the bytes that anybody's may have; None for what `LONGEST` says of its purpose.
         partner: of a message that is swapped in a pair, the rank to swap it with; None for a worker that has no partner.
     """
 
@@ -29,6 +34,7 @@ class Payload:
     purpose: str = "round"
     fixed: bool = True
     partner: int | None = None
+    limit: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse anything but a flat contiguous buffer."""
@@ -41,6 +47,11 @@ class Payload:
         return self.data.numel() * self.data.element_size()
 
     @property
+    def longest(self) -> int:
+        """Bytes that a message of this purpose may have where the sender decides on its length."""
+        return LONGEST.get(self.purpose, LONGEST_OTHERWISE) if self.limit is None else self.limit
+
+    @property
     def finite(self) -> bool:
         """Whether every value is finite (always so for bytes)."""
         return not self.data.is_floating_point() or all_finite([self.data])
@@ -50,10 +61,10 @@ class Payload:
         return replace(self, data=data)
 
     @staticmethod
-    def of_bytes(raw: bytes, *, purpose: str = "round", fixed: bool = False) -> Payload:
+    def of_bytes(raw: bytes, *, purpose: str = "round", fixed: bool = False, limit: int | None = None) -> Payload:
         """A payload of plain bytes on the CPU."""
         data = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-        return Payload(data, purpose=purpose, fixed=fixed)
+        return Payload(data, purpose=purpose, fixed=fixed, limit=limit)
 
     def to_bytes(self) -> bytes:
         """The message as plain bytes."""

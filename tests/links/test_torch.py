@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.processes import LIMIT, Pool, hear, join_job, meet, own_group, start_store, tell, until
-from thinwire.errors import ConfigError, LinkError
+from thinwire.errors import ConfigError, LinkError, WireError
 from thinwire.links import Link, SoloLink, TorchLink, connect, disconnect
 from thinwire.links.heartbeat import Heartbeat
 from thinwire.payload import Payload
@@ -94,18 +94,36 @@ def test_every_kind_of_link_keeps_the_contract(kind: str, size: int, pool: Pool)
         assert seen == _expected(rank, size)
 
 
-def _announce_too_much(link: Link) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("thinwire.links.torch._LONGEST", 100)
-        link.all_gather(message(0, 100, purpose="handshake", fixed=False))
-        with pytest.raises(LinkError) as caught:
-            link.all_gather(message(0, 101 if link.rank == 1 else 5, purpose="handshake", fixed=False))
+def _announce_too_much(link: TorchLink, announced: int) -> str:
+    if link.rank == 1:  # past the check of its own messages: only the lengths are ever sent
+        lengths = [torch.empty(1, dtype=torch.int64) for _ in range(link.size)]
+        dist.all_gather(lengths, torch.tensor([announced]), group=link.group)
+        return "announced"
+    with pytest.raises(WireError) as caught:
+        link.all_gather(Payload.of_bytes(b"hello", purpose="handshake"))
     return str(caught.value)
 
 
-def test_nothing_is_allocated_for_an_absurd_length(pool: Pool) -> None:
-    for rank, said in enumerate(pool.run(_announce_too_much, 3)):
-        assert said == f"rank {rank}: rank 1 announces a message of 101 bytes, 100 are allowed"
+@pytest.mark.parametrize("announced", [(1 << 20) + 1, 1 << 30, 1 << 62, -1])
+def test_nothing_is_allocated_for_an_absurd_length(pool: Pool, announced: int) -> None:
+    refused = f"the message of rank 1: {announced} bytes for 'handshake', at most 1048576 are allowed"
+    assert pool.run(_announce_too_much, 3, announced) == [refused, "announced", refused]
+
+
+def _say_too_much(link: Link) -> str:
+    link.all_gather(Payload.of_bytes(bytes(100), purpose="handshake", limit=100))
+    with pytest.raises(WireError) as caught:
+        link.all_gather(Payload.of_bytes(bytes(101), purpose="handshake", limit=100))
+    link.mean(message())  # nothing was sent, and the link goes on
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["sim", "torch"])
+def test_a_message_of_ones_own_that_is_too_long_is_not_sent(pool: Pool, kind: str) -> None:
+    everyone = World(2).run(_say_too_much) if kind == "sim" else pool.run(_say_too_much, 2)
+    for rank, said in enumerate(everyone):
+        whose = 0 if kind == "sim" else rank
+        assert said == f"the message of rank {whose}: 101 bytes for 'handshake', at most 100 are allowed"
 
 
 def _post_early(link: Link, posted: str) -> list[float]:

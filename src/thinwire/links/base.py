@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from thinwire.errors import LinkError
+from thinwire.errors import LinkError, WireError
 from thinwire.network import Op, Traffic, ring_traffic
 from thinwire.payload import Payload
 
@@ -150,6 +150,21 @@ class LinkDecorator(Link):
 def sizes_of(op: Op, result: Sequence[Payload], workers: int) -> list[int]:
     """Message lengths in bytes of all workers that took part, as the result of an exchange shows them."""
     return [p.nbytes for p in result] if op in ("gather", "pair") else [result[0].nbytes] * workers
+
+
+def check_length(payload: Payload, rank: int, nbytes: int) -> None:
+    """Refuse a message of free length that is longer than its purpose allows, before anything is sent or allocated for it.
+
+    Args:
+        payload: this worker's message, which says what for.
+        rank: whose message has the length: this worker's own, or another's that announces it.
+        nbytes: the length.
+
+    Raises:
+        WireError: with the length and what is allowed.
+    """
+    if not payload.fixed and not 0 <= nbytes <= payload.longest:
+        raise WireError(f"{nbytes} bytes for {payload.purpose!r}, at most {payload.longest} are allowed", rank=rank)
 
 
 def members_of(payload: Payload, op: Op, rank: int, size: int) -> tuple[int, ...]:

@@ -1,15 +1,17 @@
 """TorchLink: torch.distributed as the wire (gloo, NCCL, or whatever backend the process group has).
 
-Every wait has a time limit, and a failure names the rank that reports it, the round, and the ranks that are gone.
+Every wait has a time limit, and a failure names the rank that reports it, the round, and the ranks that are gone. A rank that
+has left the job is named as soon as somebody waits for it in vain, long before the time limit.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,13 +19,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.errors import ConfigError, LinkError
-from thinwire.links.base import Done, Link, Ticket, members_of
-from thinwire.links.heartbeat import Heartbeat
+from thinwire.links.base import Done, Link, Ticket, check_length, members_of
+from thinwire.links.heartbeat import Departure, Heartbeat, Part
+from thinwire.links.roll_call import in_job, join_job
 from thinwire.links.solo import SoloLink
+from thinwire.links.store import gist, hold_store, loopback_interface
 from thinwire.network import Op, Traffic, ring_traffic, show_bytes
 from thinwire.payload import Payload
 
-_LONGEST = 1 << 30  # bytes of a message whose length the sender decides; nothing is allocated for more
+PATIENCE = 1.0  # seconds of a wait between two looks at who has left the job
 
 _CALLED = {"mean": "all-reduce", "gather": "all-gather", "broadcast": "broadcast"}
 
@@ -59,6 +63,11 @@ class TorchLink(Link):
         self._device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
         self._failure: LinkError | None = None
         self._heartbeat = Heartbeat.start() if self._size > 1 else None
+        self._group_name = (group or dist.distributed_c10d._get_default_group()).group_name
+        self._part = Part() if self._heartbeat is None else self._heartbeat.part(self._group_name)
+        # Gloo's collectives can be waited for piece by piece. Its swaps cannot (a wait that times out closes the connection),
+        # but there the partner's end of that connection tells. NCCL's waits are the GPU's affair.
+        self._in_pieces = dist.get_backend(group) == "gloo"
 
     @property
     def rank(self) -> int:
@@ -74,15 +83,17 @@ class TorchLink(Link):
         """Start the exchange; it runs in the backend's own threads."""
         self.check()
         members = members_of(payload, op, self.rank, self.size)
-        if payload.purpose == "round":
-            self.round += 1
+        check_length(payload, self.rank, payload.nbytes)
+        self.round += payload.purpose == "round"
+        number = self._part.begin(is_round=payload.purpose == "round")
         if op == "pair":
             self._pairs += 1
             if len(members) == 1:
+                self._part.open.discard(number)
                 return Done([payload])
         if self._device is not None:
             payload = payload.like(payload.data.to(self._device))  # does nothing to what is there already
-        return _TorchTicket(self, payload, op)
+        return _TorchTicket(self, payload, op, number, members)
 
     @contextlib.contextmanager
     def naming_the_lost(self) -> Iterator[None]:
@@ -92,17 +103,45 @@ class TorchLink(Link):
         except RuntimeError as cause:
             if isinstance(cause, LinkError):
                 raise
-            lost, reached = self._who_is_gone()
-            if not lost and reached:
+            verdict = self._who_is_to_blame(range(self.size), self._part.posts + 1)
+            blamed = verdict.lost or not verdict.reached
+            # One that has left without an error may have been done: it is to blame only for an error of the wire.
+            if not blamed or (verdict.left and not any(d.reason for d in verdict.left) and not _OF_THE_WIRE.search(str(cause))):
                 raise
-            raise self._failed(f"rank {self.rank}, after round {self.round}", cause, lost, reached) from cause
+            raise self._failed(f"rank {self.rank}, after round {self.round}", gist(cause), verdict) from cause
 
-    def fail(self, cause: Exception, payload: Payload, op: Op, round: int) -> LinkError:
-        """Turn a backend's exception into an error that says who is lost."""
-        round_name = f"round {round}" if payload.purpose == "round" else f"the {payload.purpose} after round {round}"
-        called = f"swap with rank {payload.partner}" if op == "pair" else _CALLED[op]
-        what = f"rank {self.rank}, {round_name} ({called} of {show_bytes(payload.nbytes)})"
-        return self._failed(what, cause, *self._who_is_gone())
+    def fail(self, ticket: _TorchTicket, cause: Exception) -> LinkError:
+        """Turn a backend's exception into an error that says who is to blame."""
+        return self._failed(ticket.words(), gist(cause), self._who_is_to_blame(ticket.members, ticket.number))
+
+    def await_work(self, work: dist.Work | _Both, ticket: _TorchTicket) -> None:
+        """Wait for a backend's work; where that lasts, look from time to time whether it is in vain.
+
+        Raises:
+            LinkError: when one that must take part has left, or the time is over, or the backend has failed.
+        """
+        deadline = time.monotonic() + self.timeout
+        if self._in_pieces and self._heartbeat is not None and isinstance(work, dist.Work):
+            done = False
+            while not done and deadline - time.monotonic() > PATIENCE:
+                with contextlib.suppress(RuntimeError):  # whatever has ended, well or not, says so again below
+                    work.wait(timedelta(seconds=PATIENCE))
+                done = work.is_completed()
+                if not done:
+                    self._look_for_leavers(ticket)
+        try:
+            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+        except RuntimeError as cause:
+            raise self.fail(ticket, cause) from cause
+
+    def _look_for_leavers(self, ticket: _TorchTicket) -> None:
+        assert self._heartbeat is not None
+        if self._heartbeat.news():
+            gone, followers = self._departed(ticket.members, ticket.number)
+            if gone:
+                raise self._failed(ticket.words(), "", _Verdict([], gone))
+            if followers:  # they will not come back to this exchange: find out why they gave up
+                raise self._failed(ticket.words(), "", self._who_is_to_blame(ticket.members, ticket.number))
 
     def check(self) -> None:
         """Raise at once on a link that has failed before."""
@@ -114,46 +153,88 @@ class TorchLink(Link):
         padded = [max(sizes) + 8] * self.size if op == "gather" and len(set(sizes)) > 1 else sizes
         return ring_traffic(op, padded, self.rank)
 
-    def _failed(self, what: str, cause: Exception, lost: list[int], reached: bool) -> LinkError:
+    def _failed(self, what: str, cause: str, verdict: _Verdict) -> LinkError:
         if self._heartbeat is not None:
-            self._heartbeat.leave()
-        if lost:
-            names = ", ".join(f"rank {r}" for r in lost)
-            verdict = f"lost {names} (no heartbeat)"
-        elif not reached:
-            verdict = (
-                "lost the job's key-value store, and with it the rank or launcher that held it (rank 0 without a launcher)"
-            )
+            self._heartbeat.give_up(self._group_name)
+        if verdict.left:
+            named = "; ".join(f"rank {self._number(d.rank)} {d.words(self._group_name)}" for d in verdict.left)
+        elif verdict.silent:
+            named = f"lost {', '.join(f'rank {self._number(r)}' for r in verdict.silent)} (no heartbeat)"
+        elif not verdict.reached:
+            named = "lost the job's key-value store, and with it the rank or launcher that held it (rank 0 without a launcher)"
+        elif verdict.followers and not cause:
+            ranks = ", ".join(f"rank {self._number(d.rank)}" for d in verdict.followers)
+            named = f"{ranks} gave up waiting for others, although every rank is alive"
         else:
-            verdict = (
+            named = (
                 f"no answer within {self.timeout:g} s although every rank is alive: "
                 "a worker is slower than the timeout, or does not take part in this round"
             )
-        self._failure = LinkError(f"{what}: {verdict} [{_gist(cause)}]", lost=lost)
+        lost = [self._number(r) for r in verdict.lost]
+        self._failure = LinkError(f"{what}: {named}{f' [{cause}]' if cause else ''}", lost=lost)
         return self._failure
 
-    def _who_is_gone(self) -> tuple[list[int], bool]:
+    def _who_is_to_blame(self, members: Sequence[int], number: int) -> _Verdict:
+        """Who keeps the exchange of this number from ending: those who left before it, or who do not beat any more."""
         if self._heartbeat is None:
-            return [], True
-        world = [dist.get_global_rank(self.group, r) if self.group else r for r in range(self.size)]
-        others = [w for r, w in enumerate(world) if r != self.rank]
-        silent, reached = self._heartbeat.silent(others)
-        return [world.index(w) for w in silent], reached
+            return _Verdict()
+        gone, _ = self._departed(members, number)
+        if gone:
+            return _Verdict([], gone)
+        silent, reached = self._heartbeat.silent(self._others(members))
+        gone, followers = self._departed(members, number)
+        said = {d.rank for d in self._heartbeat.departures(silent) if d.ended or d.gave_up(self._group_name)}
+        return _Verdict([r for r in silent if r not in said], gone, followers, reached)
+
+    def _departed(self, members: Sequence[int], number: int) -> tuple[list[Departure], list[Departure]]:
+        """Those of the members who left without taking part, and those who gave up on this group because of others."""
+        assert self._heartbeat is not None
+        said = self._heartbeat.departures(self._others(members))
+        followers = [d for d in said if d.gave_up(self._group_name)]
+        gone = [d for d in said if d.ended and not d.took_part(self._group_name, number) and d not in followers]
+        return gone, followers
+
+    def _others(self, members: Sequence[int]) -> list[int]:
+        """The global ranks of those of the members that are not this worker."""
+        others = [r for r in members if r != self.rank]
+        return [dist.get_global_rank(self.group, r) if self.group else r for r in others]
+
+    def _number(self, rank: int) -> int:
+        """The number in this group of a global rank."""
+        return dist.get_group_rank(self.group, rank) if self.group else rank
 
 
-def _gist(cause: Exception) -> str:
-    """The first sentence of a backend's message, without the place in its sources."""
-    lines = str(cause).splitlines() or [type(cause).__name__]
-    return re.sub(r"^\[[^\]]*:\d+\] ", "", lines[0]).split(". ")[0][:160]
+_OF_THE_WIRE = re.compile(r"gloo|nccl|connection|socket|peer|timed out|timeout", re.IGNORECASE)
+
+
+class _Verdict(NamedTuple):
+    """Who is to blame for an exchange that does not end, by global ranks.
+
+    Attributes:
+        silent: do not beat any more.
+        left: have left the job without taking part.
+        followers: have given up because of others.
+        reached: the job's store could be asked.
+    """
+
+    silent: Sequence[int] = ()
+    left: Sequence[Departure] = ()
+    followers: Sequence[Departure] = ()
+    reached: bool = True
+
+    @property
+    def lost(self) -> list[int]:
+        """All who are gone."""
+        return [d.rank for d in self.left] or list(self.silent)
 
 
 class _TorchTicket(Ticket):
     """An exchange under way. Messages of unequal length first exchange their lengths, then travel padded."""
 
-    def __init__(self, link: TorchLink, payload: Payload, op: Op):
+    def __init__(self, link: TorchLink, payload: Payload, op: Op, number: int, members: Sequence[int]):
         self.link, self.payload, self.round = link, payload, link.round
         self.op: Op = op
-        self.limit = timedelta(seconds=link.timeout)
+        self.number, self.members = number, members
         self.lengths: list[int] | None = None
         self.parts: list[Tensor] = []
         try:
@@ -161,7 +242,14 @@ class _TorchTicket(Ticket):
         except LinkError:
             raise
         except RuntimeError as cause:
-            raise link.fail(cause, payload, op, self.round) from cause
+            raise link.fail(self, cause) from cause
+
+    def words(self) -> str:
+        """This exchange, for an error message."""
+        payload = self.payload
+        round_name = f"round {self.round}" if payload.purpose == "round" else f"the {payload.purpose} after round {self.round}"
+        called = f"swap with rank {payload.partner}" if self.op == "pair" else _CALLED[self.op]
+        return f"rank {self.link.rank}, {round_name} ({called} of {show_bytes(payload.nbytes)})"
 
     def _start(self) -> dist.Work | _Both:
         data, group = self.payload.data, self.link.group
@@ -194,11 +282,10 @@ class _TorchTicket(Ticket):
     def _pad_to_longest(self, data: Tensor) -> Tensor:
         mine = torch.tensor([data.numel()], dtype=torch.int64, device=data.device)
         theirs = [torch.empty_like(mine) for _ in range(self.link.size)]
-        self._work(dist.all_gather(theirs, mine, group=self.link.group, async_op=True)).wait(self.limit)
+        self.link.await_work(self._work(dist.all_gather(theirs, mine, group=self.link.group, async_op=True)), self)
         self.lengths = [int(n) for n in theirs]
-        for rank, n in enumerate(self.lengths):
-            if not 0 <= n <= _LONGEST:
-                raise LinkError(f"rank {self.link.rank}: rank {rank} announces a message of {n} bytes, {_LONGEST} are allowed")
+        for rank, n in enumerate(self.lengths):  # before anything is allocated for it
+            check_length(self.payload, rank, n * data.element_size())
         padded = torch.zeros(max(self.lengths), dtype=data.dtype, device=data.device)
         padded[: data.numel()] = data
         return padded
@@ -211,10 +298,8 @@ class _TorchTicket(Ticket):
 
     def _finish(self) -> list[Payload]:
         self.link.check()
-        try:
-            self.work.wait(self.limit)
-        except RuntimeError as cause:
-            raise self.link.fail(cause, self.payload, self.op, self.round) from cause
+        self.link.await_work(self.work, self)
+        self.link._part.open.discard(self.number)
         if self.op == "mean":
             return [self.payload.like(self.payload.data.div_(self.link.size))]
         if self.op == "broadcast":
@@ -243,19 +328,23 @@ def connect(*, backend: str | None = None, timeout: float = 600.0) -> Link:
     Args:
         backend: "gloo" or "nccl", used only where the process group has to be made; by default NCCL where torch finds GPUs
             (each process should have chosen its own with torch.cuda.set_device), gloo elsewhere.
-        timeout: seconds that any wait may take.
+        timeout: seconds that any wait may take, that for the other ranks to come included.
+
+    Raises:
+        LinkError: when ranks do not come, with their numbers as `lost`.
     """
     if dist.is_initialized():
         return TorchLink(timeout=timeout)
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if not in_job():
         return SoloLink()
-    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    join_job(backend or ("nccl" if torch.cuda.is_available() else "gloo"), timeout)
     return TorchLink(timeout=timeout)
 
 
 def host_job(processes: int) -> tuple[dist.Store, list[dict[str, str]]]:
     """Hold the key-value store of a job on this machine, so that any of its processes may die without taking it along.
+
+    The store, and what gloo listens on, can be reached from this machine only.
 
     Args:
         processes: how many the job has.
@@ -263,8 +352,9 @@ def host_job(processes: int) -> tuple[dist.Store, list[dict[str, str]]]:
     Returns:
         The store, to be kept alive as long as the job, and the environment in which each process finds it by `connect()`.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = hold_store("127.0.0.1")
     job = {
+        **loopback_interface(),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "WORLD_SIZE": str(processes),
@@ -282,7 +372,7 @@ def at_disconnect(let_go: Callable[[], object]) -> None:
 
 
 def disconnect() -> None:
-    """Leave the job: end the heartbeat and destroy all process groups, if there are any.
+    """Leave the job: tell the others so and destroy all process groups, if there are any.
 
     Nothing of the job is left behind in this process once its links are gone too, so it can join another one.
     """

@@ -38,7 +38,6 @@ def launch(folder: Path, processes: int, *, timeout: float, resume: bool, checkp
     store, places = host_job(processes)
     environment = os.environ | worker_environment(timeout, resume=resume, checkpoint_every=checkpoint_every)
     environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     with a_job() as workers:
         for place in places:
             command = [sys.executable, "-m", "thinwire.run.worker", str(folder)]

@@ -23,6 +23,7 @@ from rich.logging import RichHandler
 
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.links import Link, SoloLink, TorchLink, connect, disconnect
+from thinwire.links.heartbeat import Heartbeat
 from thinwire.links.mesh import make_mesh, shard_model
 from thinwire.run.config import RunConfig, read_run_toml, write_whole
 from thinwire.run.display import Display, MetricsFile
@@ -134,6 +135,7 @@ def main() -> None:
     except ThinwireError as error:
         # Leave at once: destroying a broken process group could wait for the lost rank.
         _say(f"thinwire: {error}", EXIT_FAILED)
+        Heartbeat.end(error)
         os._exit(EXIT_FAILED)
 
 

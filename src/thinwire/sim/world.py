@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from thinwire.errors import ConfigError, LinkError, check_whole_number
-from thinwire.links.base import Ticket, members_of
+from thinwire.errors import ConfigError, LinkError, WireError, check_whole_number
+from thinwire.links.base import Ticket, check_length, members_of
 from thinwire.links.sim import SimLink
 from thinwire.network import Network, Op
 from thinwire.payload import Payload
@@ -40,6 +40,7 @@ class _Exchange:
     members: dict[int, tuple[int, ...]] = field(default_factory=dict)
     results: dict[int, tuple[list[Payload], float]] = field(default_factory=dict)
     collected: int = 0
+    refused: WireError | None = None
 
 
 class World:
@@ -197,6 +198,8 @@ class World:
         exchange.collected += 1
         if exchange.collected == self.size:
             del self._exchanges[number]
+        if exchange.refused is not None:
+            raise exchange.refused
         if exchange.op in ("gather", "pair"):
             return result
         return [p.like(p.data.clone()) for p in result]  # each worker may write into its own
@@ -204,6 +207,11 @@ class World:
     def _complete(self, exchange: _Exchange, members: tuple[int, ...]) -> None:
         payloads = [exchange.posted[r][0] for r in members]
         sizes = [p.nbytes for p in payloads]
+        try:
+            for rank, payload in zip(members, payloads, strict=True):
+                check_length(payload, rank, payload.nbytes)
+        except WireError as refusal:  # on all that take part, as on a real link
+            exchange.refused = refusal
         one_length = exchange.op != "gather" or any(p.fixed for p in payloads)
         if one_length and len({(p.nbytes, p.data.dtype) for p in payloads}) > 1:
             kinds = ", ".join(f"{p.nbytes} bytes of {str(p.data.dtype).removeprefix('torch.')}" for p in payloads)

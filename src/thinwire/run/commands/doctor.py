@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.errors import ConfigError, LinkError, ThinwireError
-from thinwire.links import disconnect, host_job
-from thinwire.links.roll_call import connect_all, in_job
+from thinwire.links import connect, disconnect, host_job
+from thinwire.links.heartbeat import Heartbeat
+from thinwire.links.roll_call import in_job
 from thinwire.network import parse_duration, show_bandwidth, show_bytes, show_seconds
 from thinwire.run.config import write_whole
 from thinwire.run.doctor import (
@@ -119,7 +120,7 @@ def _as_rank(flags: DoctorFlags, timeout: float, params: int | None) -> int:
         mine = inspect_machine()
         if broken := [finding.text for finding in look_at_machine(mine) if finding.level == "broken"]:
             raise LinkError(broken[0])
-        link = connect_all(backend=flags.backend, timeout=timeout)
+        link = connect(backend=flags.backend, timeout=timeout)
         machines = [Machine(**told) for told in tell_each_other(link, asdict(mine))]
         measured = measure(link)
         findings = [finding for machine in unique(machines) for finding in look_at_machine(machine)]
@@ -131,6 +132,7 @@ def _as_rank(flags: DoctorFlags, timeout: float, params: int | None) -> int:
     except ThinwireError as error:
         # Leave at once: what is left of a broken job could wait for the lost rank.
         print(f"thinwire: {error}", file=sys.stderr, flush=True)
+        Heartbeat.end(error)
         os._exit(1)
     return 0 if report.healthy else 1
 
@@ -162,7 +164,6 @@ def _started_here(flags: DoctorFlags, timeout: float) -> Report | Finding:
     """What processes of this command report to each other over the loopback."""
     store, places = host_job(flags.workers)
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // flags.workers))}
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     words = ["--timeout", flags.timeout, "--backend", flags.backend, *(["--params", flags.params] if flags.params else [])]
     with tempfile.TemporaryDirectory(prefix="thinwire-doctor-") as folder, a_job() as ranks:
         answer = Path(folder) / "report.json"

@@ -1,6 +1,7 @@
 """What all workers must agree on: the gates before the first round and between rounds, and a common start.
 
 * `handshake`: before the first round the workers compare what they were started with and refuse a difference by its name;
+* `tell_all`: worker 0 tells the others something, such as figures;
 * `broadcast`: all workers begin with worker 0's weights;
 * `compare_replicas`: every few rounds a hash of what must be bit-equal is compared;
 * `drift`: how far replicas have gone apart, 0 where they are bit-equal.
@@ -9,56 +10,96 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.codecs.dense import Dense
 from thinwire.codecs.wire import VERSION
-from thinwire.errors import Diverged, FingerprintMismatch
+from thinwire.errors import Diverged, FingerprintMismatch, WireError
 from thinwire.exchange import AnyShard, alone, average
 from thinwire.links.base import Link
 from thinwire.links.shards import Shards, local
-from thinwire.payload import Payload, describe
+from thinwire.payload import LONGEST, Payload, describe
+
+log = logging.getLogger("thinwire")
+
+J, V = TypeVar("J"), TypeVar("V")
 
 # --- The handshake -----------------------------------------------------------------------------------------------------
 
 
-def handshake(link: Link, fingerprint: Mapping[str, object], *, any_shard: AnyShard = alone) -> None:
+def handshake(
+    link: Link, fingerprint: Mapping[str, object], *, any_shard: AnyShard = alone, buffers: Sequence[Tensor] = ()
+) -> None:
     """Refuse to begin unless all workers were started with the same settings.
+
+    It is one message of 32 bytes where all is well: 24 of the fingerprint's digest and 8 of a hash of the buffers.
 
     Args:
         link: the wire.
         fingerprint: names and JSON-able values of all that must agree.
         any_shard: see `Options`.
+        buffers: what should be the same on all workers; a difference is a warning on all of them.
 
     Raises:
         FingerprintMismatch: on every worker, naming what differs, where, and both values.
+        WireError: on every worker, naming the one whose message makes no sense.
     """
     told = {"wire version": VERSION, **fingerprint}
-    text = json.dumps(told, default=str)
-    digest = hashlib.sha256(json.dumps(told, default=str, sort_keys=True).encode()).digest()
-    digests = link.all_gather(Payload.of_bytes(digest, purpose="handshake", fixed=True))
-    differ = len({d.to_bytes() for d in digests}) > 1
-    if not any_shard(differ):
+    digest = hashlib.sha256(json.dumps(told, default=str, sort_keys=True).encode()).digest()[:_DIGEST]
+    mine = digest + hash_tensors(buffers).to_bytes(8, "little", signed=True)
+    hashes = [p.to_bytes() for p in link.all_gather(Payload.of_bytes(mine, purpose="handshake", fixed=True))]
+    odd = [rank for rank, theirs in enumerate(hashes) if theirs[:_DIGEST] != hashes[0][:_DIGEST]]
+    if not any_shard(bool(odd)):
+        _warn_of_buffers(hashes, buffers)
         return
-    if not differ:
+    if not odd:
         raise FingerprintMismatch("workers were started differently: another shard of this worker says in what")
-    texts = link.all_gather(Payload.of_bytes(text.encode(), purpose="handshake"))
-    first, *others = [json.loads(t.to_bytes()) for t in texts]
+    text = json.dumps(_condensed(told), default=str).encode()
+    if len(text) > LONGEST["handshake"]:
+        text = json.dumps({"settings": f"{len(text)} bytes, too long to tell, with hash {_sha(text)}"}).encode()
+    texts = link.all_gather(Payload.of_bytes(text, purpose="handshake"))
+    first, *others = [read_json(t, rank, dict) for rank, t in enumerate(texts)]
     for rank, other in enumerate(others, start=1):
-        differences = _differences(first, other, rank)
+        found = _differences(first, other, rank)
+        try:
+            differences, rest = [*itertools.islice(found, 3)], sum(1 for _ in found)
+        except RecursionError:
+            raise WireError("settings that are nested too deep", rank=rank) from None
         if differences:
-            more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
-            hint = _SEED_HINT if differences[0].startswith("starting value") else ""
-            raise FingerprintMismatch(f"workers were started differently: {'; '.join(differences[:3])}{more}{hint}")
-    raise AssertionError("digests differ, but no setting does")
+            more = f" (and {rest} more)" if rest else ""
+            hint = next((how for what, how in _HINTS.items() if what in differences[0]), "")
+            raise FingerprintMismatch(f"workers were started differently: {'; '.join(differences)}{more}{hint}")
+    raise WireError("its settings are said to differ from rank 0's, but are the same", rank=odd[0])
 
 
-_SEED_HINT = ": seed all workers alike before the model is built, or call thinwire.broadcast(link, model)"
+_DIGEST = 24  # bytes of a digest that travel
+
+STARTING, FROZEN = "starting value of ", "frozen parameters"  # names of hashes in a fingerprint
+_HINTS = {
+    STARTING: ": seed all workers alike before the model is built, or call thinwire.broadcast(link, model)",
+    FROZEN: ": load the same base model on all workers, or call thinwire.broadcast(link, model)",
+}
+
+
+def _warn_of_buffers(hashes: Sequence[bytes], buffers: Sequence[Tensor]) -> None:
+    odd = [f"rank {rank}" for rank, theirs in enumerate(hashes) if theirs[_DIGEST:] != hashes[0][_DIGEST:]]
+    if odd:
+        kinds = ", ".join(sorted({describe(local(b)) for b in buffers})[:3])
+        log.warning(
+            "the starting values of the buffers (%d, such as %s) of %s differ from those of rank 0: "
+            "call thinwire.broadcast(link, model) on all workers before the first step, if they should be the same",
+            len(buffers),
+            kinds or "none",
+            _short(", ".join(odd)),
+        )
 
 
 class _Missing:
@@ -69,20 +110,105 @@ class _Missing:
 _MISSING = _Missing()
 
 
-def _differences(first: object, other: object, rank: int, name: str = "") -> list[str]:
+def _differences(first: object, other: object, rank: int, name: str = "") -> Iterator[str]:
     """What differs, as sentences, one per leaf."""
     if isinstance(first, dict) and isinstance(other, dict):
-        keys = [*first, *(k for k in other if k not in first)]  # in the order of telling: the method before its details
-        pairs = [(k, first.get(k, _MISSING), other.get(k, _MISSING)) for k in keys]
-        return [d for k, a, b in pairs for d in _differences(a, b, rank, f"{name}.{k}" if name else k)]
-    if isinstance(first, list) and isinstance(other, list) and len(first) == len(other):
-        pairs = enumerate(zip(first, other, strict=True))
-        return [d for i, (a, b) in pairs for d in _differences(a, b, rank, f"{name}[{i}]")]
-    if isinstance(first, list) and isinstance(other, list):
-        return [f"{name} has {len(first)} entries on rank 0 and {len(other)} on rank {rank}"]
-    if json.dumps(first, default=repr) == json.dumps(other, default=repr):  # as text, so that 1 and True are two things
-        return []
-    return [f"{name} is {first!r} on rank 0 and {other!r} on rank {rank}"]
+        for k in [*first, *(k for k in other if k not in first)]:  # in the order of telling: the method before its details
+            yield from _differences(first.get(k, _MISSING), other.get(k, _MISSING), rank, f"{name}.{k}" if name else k)
+    elif isinstance(first, list) and isinstance(other, list) and len(first) == len(other):
+        for i, (a, b) in enumerate(zip(first, other, strict=True)):
+            yield from _differences(a, b, rank, f"{name}[{i}]")
+    elif isinstance(first, list) and isinstance(other, list):
+        yield f"{_short(name)} has {len(first)} entries on rank 0 and {len(other)} on rank {rank}"
+    # As text, so that 1 and True are two things.
+    elif json.dumps(first, default=repr) != json.dumps(other, default=repr):
+        if name.startswith((STARTING, FROZEN)):  # of them only a hash is known
+            name = f"the {name} {'differ: their' if name.startswith(FROZEN) else 'differs: its'} hash"
+        yield f"{_short(name)} is {_short(repr(first))} on rank 0 and {_short(repr(other))} on rank {rank}"
+
+
+def _short(text: str, limit: int = 100) -> str:
+    """A text that came from another worker, fit for an error message."""
+    cut = text if len(text) <= limit else f"{text[: limit - 3]}..."
+    return "".join(c if c.isprintable() else "?" for c in cut)
+
+
+def _condensed(value: object, run: int = 1000) -> object:
+    """A fingerprint without what would be too long to tell: of long lists and texts, the length and hashes of the parts."""
+    if isinstance(value, Mapping):
+        return {k: _condensed(v) for k, v in value.items()}
+    if isinstance(value, list | tuple) and len(value) > run:
+        parts = [value[i : i + run] for i in range(0, len(value), run)]
+        hashes = {f"hash of entries from {i * run}": _sha(json.dumps(p, default=str).encode()) for i, p in enumerate(parts)}
+        return {"number of entries": len(value), **hashes}
+    if isinstance(value, list | tuple):
+        return [_condensed(v) for v in value]
+    if isinstance(value, str) and len(value) > run:
+        return f"{value[:80]}... ({len(value)} characters with hash {_sha(value.encode())})"
+    return value
+
+
+def _sha(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()[:16]
+
+
+# --- What other workers say --------------------------------------------------------------------------------------------
+
+
+def read_json(message: Payload, rank: int, kind: type[J] = object) -> J:
+    """What another worker says in JSON; whatever is wrong with it is a `WireError` that names the worker.
+
+    Args:
+        message: the text.
+        rank: whose it is.
+        kind: what it must be.
+    """
+    try:
+        told = json.loads(message.to_bytes().decode(), object_pairs_hook=_without_doubles)
+    except (ValueError, RecursionError) as cause:
+        raise WireError(f"not the JSON text that it should be: {_short(str(cause))}", rank=rank) from None
+    if not isinstance(told, kind):
+        raise WireError(f"a JSON {type(told).__name__}, where a {kind.__name__} should be", rank=rank)
+    return told
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    told = dict(pairs)
+    if len(told) != len(pairs):
+        raise ValueError("a key that stands there twice")
+    return told
+
+
+def read_number(message: Payload, rank: int) -> float:
+    """A float64 that another worker says, which must be finite and not negative."""
+    number = float(message.data.cpu().clone().view(torch.float64))
+    if not 0 <= number < math.inf:
+        raise WireError(f"the number {number!r}, where one that is finite and not negative should be", rank=rank)
+    return number
+
+
+def say_number(number: float, purpose: str) -> Payload:
+    """The message that `read_number` reads."""
+    return Payload(torch.tensor([number], dtype=torch.float64).view(torch.uint8), purpose=purpose)
+
+
+def tell_all(link: Link, said: dict[str, V], kind: type[V]) -> dict[str, V]:
+    """What worker 0 says, on every worker; what the others say is not heard.
+
+    Args:
+        link: the wire.
+        said: by worker 0; at most 64 KiB as JSON.
+        kind: of the values; whole numbers are floats too.
+
+    Raises:
+        WireError: on every worker, when it is not that.
+    """
+    message = Payload.of_bytes(json.dumps(said).encode(), purpose="word of worker 0")
+    told: dict[str, V] = read_json(link.all_gather(message)[0], 0, dict)
+    for name, value in told.items():
+        if not isinstance(value, kind) and not (kind is float and type(value) is int):
+            raise WireError(f"{_short(name)} is {_short(repr(value))}, where a {kind.__name__} should be", rank=0)
+    return told
 
 
 # --- Starting alike ------------------------------------------------------------------------------------------------------
@@ -171,8 +297,8 @@ def drift(link: Link, tensors: Sequence[Tensor], *, shards: Shards | None = None
             sum(float(m.square().sum(dtype=torch.float64)) for m in mean),
         ]
     )
-    told = link.all_gather(Payload(torch.tensor([apart], dtype=torch.float64).view(torch.uint8), purpose="drift"))
-    squares = [float(p.data.cpu().view(torch.float64)) for p in told]
+    told = link.all_gather(say_number(apart, "drift"))
+    squares = [read_number(p, rank) for rank, p in enumerate(told)]
     return math.sqrt(sum(squares) / len(squares) / norm) if norm else 0.0
 
 
@@ -205,3 +331,11 @@ def hash_tensors(tensors: Sequence[Tensor]) -> int:
             place += chunk.numel()
         place += 1
     return (total + 2**63) % 2**64 - 2**63
+
+
+def show_hash(tensors: Sequence[Tensor]) -> str:
+    """`hash_tensors` for people; only the kinds of tensors whose bits torch does not show, such as quantized ones."""
+    try:
+        return f"{hash_tensors(tensors) % 2**64:016x}"
+    except (RuntimeError, TypeError):
+        return ", ".join(describe(t) for t in tensors)

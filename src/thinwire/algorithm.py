@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thinwire.agreement import compare_replicas, drift, handshake, hash_tensors
+from thinwire.agreement import FROZEN, STARTING, compare_replicas, drift, handshake, hash_tensors, show_hash
 from thinwire.codecs import Chain, Codec, Dense, Mean
 from thinwire.codecs.base import check_codec
 from thinwire.codecs.chain import PerTensor
@@ -462,7 +462,8 @@ class Algorithm(Optimizer):
     def _greet(self) -> None:
         """Compare fingerprints once, at the first step: a wrong setting is found before H steps are spent on it."""
         if not self._greeted:
-            handshake(self.link, self.fingerprint(), any_shard=self.shards.any)
+            starting = [local(b) for b in self.buffers] if self.steps == 0 else []  # later each worker has its own
+            handshake(self.link, self.fingerprint(), any_shard=self.shards.any, buffers=starting)
             self._greeted = True
 
     def fingerprint(self) -> dict[str, object]:
@@ -490,7 +491,8 @@ class Algorithm(Optimizer):
             "tensor": [describe(x) for x in self.params()],
             "steps so far": self._common_steps(),
             "rounds so far": self.rounds,
-            "starting value of": {name: f"{hash_tensors(values):x}" for name, values in self._alike().items()},
+            FROZEN: show_hash([local(p.detach()) for p in self._frozen]),
+            **{f"{STARTING}{name!r}": show_hash(values) for name, values in self._alike().items()},
         }
 
     def _common_steps(self) -> int:

@@ -16,9 +16,9 @@ import statistics
 import torch
 from torch import Tensor
 
+from thinwire.agreement import read_number, say_number
 from thinwire.links.base import Link
 from thinwire.links.shards import Shards
-from thinwire.payload import Payload
 
 
 class Pace:
@@ -84,8 +84,8 @@ class Pace:
         mine = statistics.median(self._seconds) if self._seconds else 0.0
         total, count = shards.totals([mine, 1.0])
         mine = total / count
-        told = self.link.all_gather(Payload(torch.tensor([mine], dtype=torch.float64).view(torch.uint8), purpose="pace"))
-        seconds = [float(p.data.cpu().view(torch.float64)) for p in told]
+        told = self.link.all_gather(say_number(mine, "pace"))
+        seconds = [read_number(p, rank) for rank, p in enumerate(told)]
         if not settle:
             return
         self._seconds = []

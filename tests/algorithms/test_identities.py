@@ -262,7 +262,10 @@ def test_workers_that_start_from_other_weights_are_refused(name: str, what: str)
         model = model_of(seed=link.rank)
         train(model, build(name, model.parameters(), link), link.rank, 1)
 
-    with pytest.raises(thinwire.errors.FingerprintMismatch, match=f"starting value of.{what} is '.*' on rank 0 .*: seed all"):
+    with pytest.raises(
+        thinwire.errors.FingerprintMismatch,
+        match=f"the starting value of '{what}' differs: its hash is '.*' on rank 0 .*: seed all",
+    ):
         World(2).run(worker)
 
 

@@ -26,6 +26,7 @@ from thinwire.run.doctor import (
     plan_command,
     tournament,
 )
+from thinwire.run.ports import Port
 from thinwire.sim import World
 
 HEALTHY = Machine(
@@ -182,7 +183,7 @@ def test_the_plan_to_go_on_with_has_what_was_measured() -> None:
 
 def test_a_report_survives_json() -> None:
     measured = Measurements({(0, 1): Swap(0.01, 1e8, 1 << 22)}, hop=0.01, bandwidth=1e8, nbytes=4, seconds=0.1)
-    report = Report([HEALTHY] * 2, measured, [Finding("warning", "odd")], "thinwire plan")
+    report = Report([HEALTHY] * 2, measured, [Finding("warning", "odd")], "thinwire plan", [Port("::1", 80, "rank 0")])
     told = json.loads(json.dumps(report.as_json()))
     assert told["healthy"] is True
     assert told["workers"] == 2
@@ -219,6 +220,8 @@ def test_two_processes_are_started_and_measured(capsys: pytest.CaptureFixture[st
     assert told["workers"] == 2
     assert [pair["ranks"] for pair in told["measured"]["pairs"]] == [[0, 1]]
     assert told["measured"]["bandwidth"] > 1e6
+    assert {p["owner"] for p in told["ports"]} == {"rank 0", "rank 1", "the job's store"}
+    assert {p["reach"] for p in told["ports"]} == {"this machine only"}
     assert told["plan"].startswith("thinwire plan --workers 2 --bandwidth ")
     assert any("give thinwire train --timeout" in finding["text"] for finding in told["findings"])
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, WireError
 from thinwire.links.metered import Exchange, Metered
 from thinwire.links.torch import TorchLink
 from thinwire.payload import Payload, all_finite
@@ -69,6 +69,9 @@ class MeteredDDP:
         Returns:
             The ranks that contributed NaN or Inf, the same list on every worker. They are asked for only when the averaged
             gradient is not finite, which all workers see alike.
+
+        Raises:
+            WireError: when it is not, and no worker says that it is to blame.
         """
         waited = self.link.now() - self._launched
         sent, received = self.link.traffic("mean", [self._nbytes] * self.link.size)
@@ -78,4 +81,7 @@ class MeteredDDP:
         if all_finite(p.grad for p in self.module.parameters() if p.grad is not None):
             return []
         answers = self.link.all_gather(Payload.of_bytes(bytes([bad]), purpose="culprits", fixed=True))
-        return [rank for rank, answer in enumerate(answers) if answer.to_bytes() == b"\x01"]
+        culprits = [rank for rank, answer in enumerate(answers) if answer.to_bytes() == b"\x01"]
+        if not culprits:  # whoever is to blame does not say so: do not take the step
+            raise WireError("the averaged gradient is not finite, although every worker says that its own was")
+        return culprits

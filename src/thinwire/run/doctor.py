@@ -20,17 +20,21 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, astuple, dataclass, field
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
+from thinwire.agreement import read_json, read_number
+from thinwire.errors import WireError
 from thinwire.links import Link
 from thinwire.links.roll_call import backends
 from thinwire.network import Network, ring_hops, ring_traffic, show_bandwidth, show_bytes, show_seconds
 from thinwire.payload import Payload
 from thinwire.run.config import versions
 from thinwire.run.namespaces import SBIN
+
+J = TypeVar("J")
 
 # Optional packages by the names they are installed and imported by.
 EXTRAS = {"matplotlib": "matplotlib", "scipy": "scipy", "scikit-learn": "sklearn", "pillow": "PIL", "torchft": "torchft"}
@@ -263,10 +267,11 @@ def measure(link: Link) -> Measurements:
         swap = _measure_pair(link, partner)
         if partner is not None:
             mine[partner] = swap
-    told = tell_each_other(link, {str(partner): asdict(swap) for partner, swap in mine.items()})
+    told = tell_each_other(link, {str(partner): list(astuple(swap)) for partner, swap in mine.items()}, dict)
     pairs = {}
     for a, b in itertools.combinations(range(link.size), 2):
-        pairs[a, b] = min((Swap(**told[x][str(y)]) for x, y in ((a, b), (b, a))), key=lambda swap: swap.bandwidth)
+        found = (Swap(*_numbers(told[x].get(str(y)), 3, x)) for x, y in ((a, b), (b, a)))
+        pairs[a, b] = min(found, key=lambda swap: swap.bandwidth)
     slowest = min(swap.bandwidth for swap in pairs.values())
     return _measure_ring(link, pairs, slowest)
 
@@ -323,7 +328,8 @@ def _slower(link: Link, partner: int | None, seconds: float) -> float:
     """The longer of the two times that a pair has found, so that both go on alike."""
     mine = torch.tensor([seconds], dtype=torch.float64).view(torch.uint8)
     both = link.post(Payload(mine, purpose="doctor", partner=partner), "pair").wait()
-    return max(float(p.data.cpu().clone().view(torch.float64)) for p in both)
+    ranks = sorted({link.rank, link.rank if partner is None else partner})
+    return max(read_number(p, rank) for rank, p in zip(ranks, both, strict=True))
 
 
 def _measure_ring(link: Link, pairs: dict[tuple[int, int], Swap], slowest: float) -> Measurements:
@@ -333,7 +339,8 @@ def _measure_ring(link: Link, pairs: dict[tuple[int, int], Swap], slowest: float
     nbytes = int(min(RING, max(SMALLEST, slowest * 1.0 / 8 / per_byte))) // 4 * 4
     seconds = statistics.median(_all_reduce(link, nbytes) for _ in range(3))
     bandwidth = 8 * nbytes * per_byte / max(seconds - small, 1e-9)
-    told = tell_each_other(link, [small / hops, bandwidth, seconds])  # clocks differ: all go by the slowest
+    said = tell_each_other(link, [small / hops, bandwidth, seconds])  # clocks differ: all go by the slowest
+    told = [_numbers(numbers, 3, rank) for rank, numbers in enumerate(said)]
     return Measurements(pairs, max(t[0] for t in told), min(t[1] for t in told), nbytes, max(t[2] for t in told))
 
 
@@ -345,10 +352,37 @@ def _all_reduce(link: Link, nbytes: int) -> float:
     return link.now() - started
 
 
-def tell_each_other(link: Link, said: Any) -> list[Any]:
-    """What each rank says, in rank order, on every rank."""
+def tell_each_other(link: Link, said: Any, kind: type[J] = object) -> list[J]:
+    """What each rank says, in rank order, on every rank; what is not JSON of this kind is a `WireError`."""
     answers = link.all_gather(Payload.of_bytes(json.dumps(said).encode(), purpose="doctor"))
-    return [json.loads(answer.to_bytes()) for answer in answers]
+    return [read_json(answer, rank, kind) for rank, answer in enumerate(answers)]
+
+
+def _numbers(told: Any, count: int, rank: int) -> list[Any]:
+    """Measured figures that a rank has told."""
+    fits = isinstance(told, list) and len(told) == count and all(type(n) in (int, float) for n in told)
+    if not fits or not all(0 <= n < math.inf for n in told):
+        raise WireError(f"not the {count} figures that it should have measured", rank=rank)
+    return told
+
+
+def machine_of(told: dict[str, Any], rank: int, mine: Machine) -> Machine:
+    """The machine that another rank has told of; `mine` shows what it must look like."""
+    hints = get_type_hints(Machine)
+    fits = told.keys() == hints.keys() and all(_is_a(hint, told[name]) for name, hint in hints.items())
+    if not fits or any(told[name].keys() != getattr(mine, name).keys() for name in ("versions", "backends", "extras", "lab")):
+        raise WireError("not the description of a machine", rank=rank)
+    return Machine(**told)
+
+
+def _is_a(hint: Any, value: object) -> bool:
+    """Whether something that was JSON is what a field of `Machine` should be."""
+    kind, inside = get_origin(hint), get_args(hint)
+    if kind is dict:
+        return isinstance(value, dict) and all(isinstance(v, inside[1]) for v in value.values())
+    if kind is list:
+        return isinstance(value, list) and all(isinstance(v, inside[0]) for v in value)
+    return isinstance(value, hint)
 
 
 def look_at_links(

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from thinwire import checkpoint
-from thinwire.agreement import handshake, running_statistics
+from thinwire.agreement import handshake, running_statistics, tell_all
 from thinwire.algorithm import Algorithm
 from thinwire.algorithms import DataParallel, found
 from thinwire.codecs import parse_codec
 from thinwire.errors import CheckpointError, ConfigError, NonFiniteRound
 from thinwire.links import Link, Metered, SoloLink, TorchLink
 from thinwire.links.ddp import MeteredDDP
-from thinwire.payload import Payload
 from thinwire.run.config import ALONE, RunConfig, resolve_algorithm
 from thinwire.run.inner import inner_of, refuse_slow_settings
 from thinwire.tasks import make_task
@@ -31,7 +29,6 @@ from thinwire.tasks.task import Task
 from thinwire.wrapper import Wrapper
 
 log = logging.getLogger("thinwire")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -212,7 +209,7 @@ class Trainer:
             with self.optimizer.shared_model(self.model, mean_over=self.link.link):
                 if self.link.rank == 0:
                     figures |= {f"mean_{k}": v for k, v in self.task.evaluate(self.model).items()}
-        return tell_all(self.link.link, figures)
+        return tell_all(self.link.link, figures, float)
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint; called by all workers after the same step."""
@@ -350,9 +347,3 @@ def clips_itself(cls: type[Algorithm]) -> bool:
 def _passed(period: int, before: int, now: int) -> bool:
     """Whether a multiple of the period lies after `before`, up to `now`."""
     return bool(period) and now // period > before // period
-
-
-def tell_all(link: Link, said: dict[str, T]) -> dict[str, T]:
-    """What worker 0 says, on every worker; what the others say is not heard."""
-    message = Payload.of_bytes(json.dumps(said).encode(), purpose="word of worker 0")
-    return json.loads(link.all_gather(message)[0].to_bytes())

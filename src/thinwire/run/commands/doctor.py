@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import subprocess
@@ -16,8 +17,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.errors import ConfigError, LinkError, ThinwireError
-from thinwire.links import connect, disconnect, host_job
+from thinwire.errors import ConfigError, LinkError, ThinwireError, WireError
+from thinwire.links import Link, connect, disconnect, host_job
 from thinwire.links.heartbeat import Heartbeat
 from thinwire.links.roll_call import in_job
 from thinwire.network import parse_duration, show_bandwidth, show_bytes, show_seconds
@@ -31,12 +32,14 @@ from thinwire.run.doctor import (
     look_at_all,
     look_at_links,
     look_at_machine,
+    machine_of,
     measure,
     plan_command,
     tell_each_other,
 )
 from thinwire.run.flags import with_json_name
 from thinwire.run.plan import parse_count
+from thinwire.run.ports import Port, advice, at_port, listening, of_job
 from thinwire.run.processes import a_job, see_through
 from thinwire.run.start import TrainPlace
 
@@ -55,6 +58,8 @@ class DoctorFlags:
     """How long to wait for a rank before it is called missing."""
     backend: Literal["gloo", "nccl"] = "gloo"
     """What to measure with."""
+    pid: int | None = None
+    """Only say which ports a job that runs on this machine has open, and to whom: the process that started it."""
     json: str | None = None
     """Write everything to this file as JSON; without a name, or as -, print that and nothing else."""
 
@@ -68,12 +73,14 @@ class Report:
         measured: between the ranks; None where there is only one.
         findings: what is broken or odd.
         plan: the command to go on with.
+        ports: that the processes of the job have open.
     """
 
     machines: list[Machine]
     measured: Measurements | None = None
     findings: list[Finding] = field(default_factory=list)
     plan: str | None = None
+    ports: list[Port] = field(default_factory=list)
 
     @property
     def healthy(self) -> bool:
@@ -84,14 +91,17 @@ class Report:
         """Everything."""
         measured = None if self.measured is None else self.measured.as_json()
         told = {"machines": list(map(asdict, self.machines)), "findings": list(map(asdict, self.findings))}
-        return {"healthy": self.healthy, "workers": len(self.machines), **told, "measured": measured, "plan": self.plan}
+        ports = [{**asdict(port), "reach": port.reach} for port in self.ports]
+        told |= {"measured": measured, "plan": self.plan, "ports": ports}
+        return {"healthy": self.healthy, "workers": len(self.machines), **told}
 
     @staticmethod
     def from_json(told: dict[str, Any]) -> Report:
         """What `as_json` gave."""
         machines, findings = [Machine(**m) for m in told["machines"]], [Finding(**f) for f in told["findings"]]
         measured = told["measured"] and Measurements.from_json(told["measured"])
-        return Report(machines, measured, findings, told["plan"])
+        ports = [Port(p["address"], p["port"], p["owner"]) for p in told["ports"]]
+        return Report(machines, measured, findings, told["plan"], ports)
 
 
 def main(arguments: list[str]) -> int:
@@ -103,6 +113,8 @@ def main(arguments: list[str]) -> int:
     if flags.workers < 1:
         raise ConfigError(f"workers must be a whole number of at least 1, got {flags.workers}")
     params = None if flags.params is None else parse_count(flags.params)
+    if flags.pid is not None:
+        return _look_at_job(flags, flags.pid)
     if in_job():
         return _as_rank(flags, timeout, params)
     report = _alone(flags, timeout)
@@ -121,11 +133,14 @@ def _as_rank(flags: DoctorFlags, timeout: float, params: int | None) -> int:
         if broken := [finding.text for finding in look_at_machine(mine) if finding.level == "broken"]:
             raise LinkError(broken[0])
         link = connect(backend=flags.backend, timeout=timeout)
-        machines = [Machine(**told) for told in tell_each_other(link, asdict(mine))]
+        machines = [machine_of(told, rank, mine) for rank, told in enumerate(tell_each_other(link, asdict(mine), dict))]
+        ports = ports_of_all(link)
         measured = measure(link)
         findings = [finding for machine in unique(machines) for finding in look_at_machine(machine)]
         findings += look_at_all(machines) + look_at_links(measured, machines, params=params, timeout=train_timeout())
-        report = Report(machines, measured, findings, plan_command(measured, workers=len(machines), params=flags.params))
+        findings += [Finding("warning", text) for text in advice(ports, one_machine=len(unique(machines)) == 1)]
+        plan = plan_command(measured, workers=len(machines), params=flags.params)
+        report = Report(machines, measured, findings, plan, ports)
         if link.rank == 0:
             _tell(report, flags, where="of this job")
         disconnect()
@@ -135,6 +150,38 @@ def _as_rank(flags: DoctorFlags, timeout: float, params: int | None) -> int:
         Heartbeat.end(error)
         os._exit(1)
     return 0 if report.healthy else 1
+
+
+def ports_of_all(link: Link) -> list[Port]:
+    """What all ranks listen on, and who holds the job's store; gathered from all of them."""
+    ports = listening(os.getpid(), f"rank {link.rank}")
+    if link.rank == 0 and "MASTER_PORT" in os.environ:
+        ports += at_port(int(os.environ["MASTER_PORT"]), "the job's store")
+    owners = {(port.address, port.port): port.owner for port in ports}  # the store is one of rank 0's own where it holds it
+    told = tell_each_other(link, [[*place, owner] for place, owner in owners.items()], list)
+    return sorted({port_of(entry, rank) for rank, entries in enumerate(told) for entry in entries}, key=lambda p: (p.owner, p))
+
+
+def port_of(entry: Any, rank: int) -> Port:
+    """A port that a rank has told of."""
+    try:
+        address, number, owner = entry
+        return Port(str(ipaddress.ip_address(address)), int(number), str(owner)[:40])
+    except (ValueError, TypeError):
+        raise WireError("not the description of a port", rank=rank) from None
+
+
+def _look_at_job(flags: DoctorFlags, pid: int) -> int:
+    """Say what a running job has open on this machine."""
+    ports = of_job(pid)
+    findings = [Finding("warning", text) for text in advice(ports, one_machine=False)]
+    if flags.json is not None:
+        _write(Report([], findings=findings, ports=ports), flags.json)
+    if flags.json != "-":
+        console = Console(highlight=False, soft_wrap=True)
+        _show_ports(console, ports)
+        _show_findings(console, findings)
+    return 0
 
 
 def unique(machines: list[Machine]) -> list[Machine]:
@@ -157,7 +204,7 @@ def _alone(flags: DoctorFlags, timeout: float) -> Report:
     if isinstance(told, Finding):
         return Report([machine], findings=[*findings, told])
     theirs = [finding for finding in told.findings if finding not in findings]
-    return Report([machine] * flags.workers, told.measured, findings + theirs, told.plan)
+    return Report([machine] * flags.workers, told.measured, findings + theirs, told.plan, told.ports)
 
 
 def _started_here(flags: DoctorFlags, timeout: float) -> Report | Finding:
@@ -184,23 +231,43 @@ def _started_here(flags: DoctorFlags, timeout: float) -> Report | Finding:
 
 def _tell(report: Report, flags: DoctorFlags, *, where: str) -> None:
     if flags.json is not None:
-        text = json.dumps(report.as_json(), indent=1)
-        if flags.json == "-":
-            print(text)
-            return
-        write_whole(Path(flags.json), text + "\n")
+        _write(report, flags.json)
+    if flags.json == "-":
+        return
     console = Console(highlight=False, soft_wrap=True)
     for machine in unique(report.machines):
         _show_machine(console, machine)
     if report.measured is not None:
         _show_links(console, report.measured, len(report.machines), where)
+    if report.ports:
+        console.print()
+        _show_ports(console, report.ports)
     console.print()
-    for finding in report.findings:
-        console.print(f"[{'red' if finding.level == 'broken' else 'yellow'}]{finding.level}:[/] {finding.text}")
-    if not report.findings:
-        console.print("nothing to complain about")
+    _show_findings(console, report.findings)
     if report.plan:
         console.print(f"go on with:\n  {report.plan}")
+
+
+def _write(report: Report, name: str) -> None:
+    text = json.dumps(report.as_json(), indent=1)
+    if name == "-":
+        print(text)
+    else:
+        write_whole(Path(name), text + "\n")
+
+
+def _show_findings(console: Console, findings: list[Finding]) -> None:
+    for finding in findings:
+        console.print(f"[{'red' if finding.level == 'broken' else 'yellow'}]{finding.level}:[/] ", end="")
+        console.print(finding.text, markup=False)
+    if not findings:
+        console.print("nothing to complain about")
+
+
+def _show_ports(console: Console, ports: list[Port]) -> None:
+    console.print("open ports, and who can connect to them:" if ports else "no open ports")
+    for port in ports:
+        console.print(f"  {port!s:24} {port.reach:40} {port.owner}", markup=False)
 
 
 def _show_machine(console: Console, machine: Machine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from thinwire.agreement import tell_all
 from thinwire.errors import ConfigError
 from thinwire.links import Link, disconnect
 from thinwire.links.mesh import worker_count
@@ -14,7 +15,6 @@ from thinwire.run.flags import parse_run, peek
 from thinwire.run.launch import launch
 from thinwire.run.start import TrainPlace, claim_folder, refuse_what_ddp_ignores, rehearse
 from thinwire.run.summary import show_summary
-from thinwire.run.train import tell_all
 from thinwire.run.worker import join, work
 
 
@@ -66,7 +66,7 @@ def _agree_on_folder(config: RunConfig, place: TrainPlace, link: Link) -> Path:
             verdict = {"folder": str(claim_folder(config, place))}
         except ConfigError as error:
             verdict = {"error": str(error)}
-    verdict = tell_all(link, verdict)
+    verdict = tell_all(link, verdict, str)
     if "error" in verdict:
         raise ConfigError(verdict["error"])
     return Path(verdict["folder"])

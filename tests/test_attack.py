@@ -1,0 +1,374 @@
+"""A hostile worker: whatever it says in any exchange, all workers end it alike, with a short error or with nothing harmed.
+
+The hostile worker runs the same program as the others; its link puts other bytes into chosen messages. What only a peer can do
+that does not use this library at all (other lengths than it announced, a connection that stays open) is gloo's to withstand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire
+from tests.conformance.training import model_of, sgd, snapshot, train
+from tests.processes import Pool
+from tests.test_agreement import normed, normed_backward
+from thinwire import DCT, Link, TopK, World
+from thinwire.agreement import broadcast, drift, handshake, read_json, tell_all
+from thinwire.errors import Diverged, FingerprintMismatch, NonFiniteRound, WireError
+from thinwire.links import LinkDecorator, Metered, Ticket
+from thinwire.links.ddp import MeteredDDP
+from thinwire.links.torch import TorchLink
+from thinwire.network import Op
+from thinwire.payload import LONGEST, Payload
+from thinwire.run.doctor import inspect_machine, machine_of, measure, tell_each_other
+
+Forge = Callable[[Payload], Payload]
+
+
+class Hostile(LinkDecorator):
+    """A link that puts something else into the messages of one purpose: all of them, or the one of this number (from 0)."""
+
+    def __init__(self, link: Link, purpose: str, forge: Forge, only: int | None = None):
+        super().__init__(link)
+        self.purpose, self.forge, self.only = purpose, forge, only
+        self.seen = 0
+
+    def post(self, payload: Payload, op: Op) -> Ticket:
+        if payload.purpose == self.purpose:
+            self.seen += 1
+            if self.only in (None, self.seen - 1):
+                payload = self.forge(payload)
+        return super().post(payload, op)
+
+
+def text(raw: bytes) -> Forge:
+    return lambda payload: replace(Payload.of_bytes(raw), purpose=payload.purpose)
+
+
+def number(value: float) -> Forge:
+    return lambda payload: payload.like(torch.tensor([value], dtype=torch.float64).view(torch.uint8))
+
+
+def garbage(payload: Payload) -> Payload:
+    return payload.like(torch.full_like(payload.data, 0xA5))
+
+
+def nan(payload: Payload) -> Payload:
+    return payload.like(torch.full_like(payload.data, float("nan")))
+
+
+def outcome(work: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        return "ok", str(work())
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def assert_ended_alike(everyone: list[tuple[str, str]], *kinds: type[Exception]) -> str:
+    """The same error on all workers, fit to be shown."""
+    assert len(set(everyone)) == 1, everyone
+    kind, said = everyone[0]
+    assert kind in {k.__name__ for k in kinds}, everyone[0]
+    assert len(said) < 1000 and said.isprintable(), f"{len(said)} characters: {said[:300]!r}"
+    return said
+
+
+# --- The handshake -----------------------------------------------------------------------------------------------------------
+
+SETTINGS = {"algorithm": "DiLoCo", "lr": 0.1, "tensor": ["float32[3]"] * 5}
+
+TEXTS = {
+    "nothing": b"",
+    "half": b'{"algorithm": "Di',
+    "no text": b"\xff\xfe\x00",
+    "deep lists": b"[" * 500_000,
+    "deep in a dict": b'{"lr": ' + b"[" * 400 + b"]" * 400 + b"}",
+    "very deep in a dict": b'{"lr": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "deep dicts": b'{"lr":' * 100_000 + b"1" + b"}" * 100_000,
+    "a list": b"[1, 2]",
+    "a number": b"7",
+    "null": b"null",
+    "NaN": b'{"algorithm": "DiLoCo", "lr": NaN}',
+    "Infinity": b'{"algorithm": "DiLoCo", "lr": -Infinity}',
+    "a key twice": b'{"lr": 1, "lr": 2}',
+    "a long value": json.dumps({**SETTINGS, "lr": "x" * 1_000_000}).encode(),
+    "a long key": json.dumps({**SETTINGS, "k" * 1_000_000: 1}).encode(),
+    "a long number": b'{"lr": ' + b"9" * 1_000_000 + b"}",
+    "many keys": json.dumps({f"k{i}": i for i in range(60_000)}).encode(),
+    "a long list": json.dumps({**SETTINGS, "tensor": [0] * 300_000}).encode(),
+    "other kinds": b'{"wire version": {}, "algorithm": 7, "lr": null, "tensor": "none"}',
+    "control characters": b'{"lr": "\\u001b[2J\\r\\n", "\\u001b[31m": 1}',
+    "half a surrogate": b'{"lr": "\\ud800"}',
+    "the same settings": json.dumps({"wire version": 1, **SETTINGS}).encode(),
+}
+
+
+def _shake(link: Link, attacker: int, raw: bytes) -> tuple[str, str]:
+    if link.rank == attacker:
+        link = Hostile(Hostile(link, "handshake", garbage, only=0), "handshake", text(raw), only=1)
+    return outcome(lambda: handshake(link, SETTINGS))
+
+
+@pytest.mark.parametrize("attacker", [0, 1])
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_hostile_handshake_ends_on_all_workers_with_a_short_message(name: str, attacker: int, pool: Pool) -> None:
+    raw = TEXTS[name]
+    assert len(raw) <= LONGEST["handshake"], "what is longer is refused by its length"
+    simulated = World(3).run(lambda link: _shake(link, attacker, raw))
+    said = assert_ended_alike(simulated, FingerprintMismatch, WireError)
+    assert f"rank {attacker}" in said or "rank 0" in said
+    assert pool.run(_shake, 3, attacker, raw) == simulated
+
+
+def test_a_handshake_of_ten_megabytes_is_refused_by_its_length() -> None:
+    everyone = World(3).run(lambda link: _shake(link, 1, b'{"lr": "' + b"x" * 10_000_000 + b'"}'))
+    assert assert_ended_alike(everyone, WireError) == (
+        "the message of rank 1: 10000010 bytes for 'handshake', at most 1048576 are allowed"
+    )
+
+
+def test_settings_of_ones_own_are_never_too_long_to_tell_what_differs() -> None:
+    """A model of very many tensors, and a setting that is longer than any message may be."""
+    names = [f"blocks.{i}.experts.{i}.weight" for i in range(100_000)]
+
+    def worker(link: Link, settings: dict[str, Any]) -> tuple[str, str]:
+        return outcome(lambda: handshake(link, settings))
+
+    other = [*names[:54_321], "another", *names[54_322:]]
+    said = assert_ended_alike(
+        World(2).run(lambda link: worker(link, {"lr": 1, "names": other if link.rank else names})), FingerprintMismatch
+    )
+    assert "names.hash of entries from 54000 is " in said and "lr" not in said
+    long = "x" * 5_000_000
+    said = assert_ended_alike(World(2).run(lambda link: worker(link, {"text": long + str(link.rank)})), FingerprintMismatch)
+    assert "text is 'xxx" in said
+    many = {f"setting {i}": "x" * 900 for i in range(3000)}
+    said = assert_ended_alike(World(2).run(lambda link: worker(link, {**many, "lr": link.rank})), FingerprintMismatch)
+    assert "too long to tell" in said
+
+
+# --- Every other exchange ----------------------------------------------------------------------------------------------------
+
+
+def _words(link: Link, raw: bytes, kind: type) -> tuple[str, str]:
+    if link.rank == 0:
+        link = Hostile(link, "word of worker 0", text(raw))
+    return outcome(lambda: tell_all(link, {"loss": 1.0}, kind))
+
+
+BAD_WORDS = ["nothing", "no text", "deep lists", "deep dicts", "a list", "a key twice", "many keys", "control characters"]
+
+
+@pytest.mark.parametrize(
+    "raw", [*(TEXTS[n][:60_000] for n in BAD_WORDS), b'{"loss": "1"}', b'{"loss": [1]}', b'{"loss": true}']
+)
+def test_hostile_figures_are_refused_on_all_workers(raw: bytes, pool: Pool) -> None:
+    simulated = World(3).run(lambda link: _words(link, raw, float))
+    assert_ended_alike(simulated, WireError)
+    assert pool.run(_words, 3, raw, float) == simulated
+
+
+def test_honest_figures_arrive_even_if_they_are_not_finite_or_whole() -> None:
+    said = {"loss": float("inf"), "count": 7, "drift": 0.5}
+    assert World(2).run(lambda link: tell_all(link, said if link.rank == 0 else {}, float)) == [said] * 2
+
+
+def test_figures_that_are_too_long_are_refused_on_all_workers() -> None:
+    raw = json.dumps({f"figure {i}": 1.0 for i in range(10_000)}).encode()
+    said = assert_ended_alike(World(2).run(lambda link: _words(link, raw, float)), WireError)
+    assert "bytes for 'word of worker 0', at most 65536 are allowed" in said
+
+
+def _training(link: Link, purpose: str, forge: Forge, only: int | None, **settings: Any) -> tuple[str, str, list[bool]]:
+    if link.rank == 1:
+        link = Hostile(link, purpose, forge, only)
+    model = model_of()
+    opt = thinwire.DiLoCo(sgd(model.parameters()), link, H=2, **settings)
+    kind, said = outcome(lambda: train(model, opt, link.rank, 4))
+    return kind, said, [bool(torch.isfinite(p).all()) for p in snapshot(model)]
+
+
+def _alarm(link: Link) -> tuple[str, str]:
+    kind, said, finite = _training(link, "alarm", garbage, 0, alarm_every=1)
+    assert all(finite)
+    return kind, said
+
+
+def _round(link: Link) -> tuple[str, str]:
+    kind, said, finite = _training(link, "round", nan, 0, on_nonfinite="raise")
+    assert all(finite), "nothing was applied"
+    return kind, said
+
+
+def _gathered_round(link: Link) -> tuple[str, str]:
+    kind, said, finite = _training(link, "round", garbage, 0, codec=DCT(8) >> TopK(5))
+    assert all(finite), "nothing was applied"
+    return kind, said
+
+
+def _pace(link: Link, value: float) -> tuple[str, str]:
+    kind, said, _ = _training(link, "pace", number(value), 0, pace="speed")
+    return kind, said
+
+
+def _buffers(link: Link) -> tuple[str, str]:
+    if link.rank == 1:
+        link = Hostile(link, "buffers", nan)
+    model = normed()
+    statistics = thinwire.running_statistics(model)
+    opt = thinwire.DiLoCo(sgd(model.parameters()), link, H=1, buffers=statistics)
+    for step in (1, 2):
+        normed_backward(model, link.rank, step)
+        opt.step()
+    return "ok", str(all(bool(torch.isfinite(t).all()) for t in [*statistics, *snapshot(model)]))
+
+
+def _drift(link: Link, forge: Forge, only: int) -> tuple[str, str]:
+    if link.rank == 1:
+        link = Hostile(link, "drift", forge, only)
+    return outcome(lambda: drift(link, [torch.full((5,), float(link.rank))]))
+
+
+def _bad_hash(link: Link) -> tuple[str, str]:
+    return _drift(link, garbage, 0)
+
+
+def _bad_mean(link: Link) -> tuple[str, str]:
+    return _drift(link, nan, 1)
+
+
+def _bad_square(link: Link, value: float) -> tuple[str, str]:
+    return _drift(link, number(value), 2)
+
+
+def _mean_model(link: Link) -> tuple[str, str]:
+    if link.rank == 1:
+        link = Hostile(link, "mean model", nan)
+    model = model_of()
+    opt = thinwire.DiLoCo(sgd(model.parameters()), link, H=2)
+    before = snapshot(model)
+
+    def look() -> None:
+        with opt.shared_model(mean_over=link):
+            raise AssertionError("a mean of NaN was shown")
+
+    ended = outcome(look)
+    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(model), strict=True))
+    return ended
+
+
+def _doctor(link: Link, raw: bytes) -> tuple[str, str]:
+    if link.rank == 1:
+        link = Hostile(link, "doctor", text(raw))
+    return outcome(lambda: tell_each_other(link, {"host": "node7"}, dict))
+
+
+def _broadcast(link: Link) -> tuple[str, str]:
+    """What worker 0 says is what all get, so it may say anything; the others are not heard."""
+    if link.rank == 1:
+        link = Hostile(link, "broadcast", garbage)
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight.fill_(link.rank)
+    broadcast(link, model)
+    return "ok", str(model.weight.sum().item())
+
+
+# What a hostile worker does in an exchange of each purpose, and what all workers must come to.
+ATTACKS: dict[str, list[tuple[Callable[..., tuple[str, str]], tuple[Any, ...], type[Exception] | str]]] = {
+    "round": [(_round, (), NonFiniteRound), (_gathered_round, (), WireError)],
+    "alarm": [(_alarm, (), Diverged)],
+    "buffers": [(_buffers, (), "True")],
+    "mean model": [(_mean_model, (), NonFiniteRound)],
+    "drift": [
+        (_bad_mean, (), NonFiniteRound),
+        *((_bad_square, (value,), WireError) for value in (float("nan"), float("inf"), -1.0)),
+    ],
+    "pace": [(_pace, (value,), WireError) for value in (float("nan"), float("inf"), -1.0)],
+    "doctor": [(_doctor, (TEXTS[name],), WireError) for name in ("nothing", "no text", "deep lists", "a list", "a key twice")],
+    "broadcast": [(_broadcast, (), "0.0")],
+}
+ELSEWHERE = {
+    "handshake": "test_a_hostile_handshake_ends_on_all_workers_with_a_short_message",
+    "word of worker 0": "test_hostile_figures_are_refused_on_all_workers",
+    "culprits": "test_a_worker_that_hides_its_nan_from_ddp_stops_all",
+}
+
+
+@pytest.mark.parametrize(("purpose", "number"), [(p, i) for p, attacks in ATTACKS.items() for i in range(len(attacks))])
+def test_a_hostile_message_harms_nobody(purpose: str, number: int, pool: Pool) -> None:
+    work, arguments, expected = ATTACKS[purpose][number]
+    for everyone in (World(3).run(lambda link: work(link, *arguments)), pool.run(work, 3, *arguments)):
+        if isinstance(expected, str):
+            assert everyone == [("ok", expected)] * 3
+        else:
+            said = assert_ended_alike(everyone, expected)
+            assert "rank 1" in said or expected is NonFiniteRound
+
+
+def test_a_false_hash_of_a_replica_costs_an_exchange_and_no_more(pool: Pool) -> None:
+    simulated, real = World(3).run(_bad_hash), pool.run(_bad_hash, 3)
+    assert {kind for kind, _ in [*simulated, *real]} == {"ok"}
+    assert len({said for _, said in simulated}) == len({said for _, said in real}) == 1
+
+
+def test_every_purpose_in_the_source_is_attacked_here() -> None:
+    source = "".join(path.read_text() for path in Path(thinwire.__file__).parent.rglob("*.py"))
+    used = set(re.findall(r'purpose(?:: str)? ?= ?"([^"]+)"', source)) | set(
+        re.findall(r'say_number\(\w+, "([^"]+)"\)', source)
+    )
+    assert used == set(ATTACKS) | set(ELSEWHERE)
+    assert all(callable(globals()[name]) for name in ELSEWHERE.values())
+
+
+def _hidden_nan(link: TorchLink) -> tuple[str, str]:
+    metered = Metered(link)
+    ddp = MeteredDDP(nn.Linear(3, 1), metered)
+    x = torch.ones(2, 3)
+    ddp.module(x * (float("nan") if link.rank == 1 else 1)).sum().backward()
+    if link.rank == 1:
+        metered.link = Hostile(link, "culprits", lambda payload: payload.like(torch.zeros_like(payload.data)))  # type: ignore[assignment]
+    return outcome(ddp.backward_done)
+
+
+def test_a_worker_that_hides_its_nan_from_ddp_stops_all(pool: Pool) -> None:
+    said = assert_ended_alike(pool.run(_hidden_nan, 2), WireError)
+    assert said == "the averaged gradient is not finite, although every worker says that its own was"
+
+
+@pytest.mark.parametrize(
+    "change", [{"host": 7}, {"cores": "x"}, {"interfaces": []}, {"versions": {}}, {"extra": 1}, {"free": None}]
+)
+def test_a_machine_that_a_rank_makes_up_is_refused(change: dict[str, Any]) -> None:
+    mine = inspect_machine()
+    told = json.loads(json.dumps(vars(mine)))
+    assert machine_of(told, 2, mine) == mine
+    with pytest.raises(WireError, match="the message of rank 2: not the description of a machine"):
+        machine_of(told | change, 2, mine)
+
+
+def _measured(link: Link, raw: bytes) -> tuple[str, str]:
+    hostile = Hostile(link, "doctor", lambda p: p if p.fixed else text(raw)(p)) if link.rank == 1 else link
+    return outcome(lambda: measure(hostile))
+
+
+@pytest.mark.parametrize(
+    "raw", [b"[]", b"{}", b'{"0": [1, 2]}', b'{"0": [1, 2, "x"]}', b'{"0": [1, NaN, 1]}', b'{"0": [1, -1, 1]}']
+)
+def test_measurements_that_a_rank_makes_up_are_refused(raw: bytes) -> None:
+    assert_ended_alike(World(2, step_time=0.0).run(lambda link: _measured(link, raw)), WireError)
+
+
+def test_an_error_of_a_reader_is_short() -> None:
+    with pytest.raises(WireError) as caught:
+        read_json(Payload.of_bytes(b'{"' + b"x" * 100_000 + b'": }'), 3)
+    assert len(str(caught.value)) < 300

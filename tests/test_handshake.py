@@ -113,14 +113,14 @@ def _with_statistics(link: Link, other: bool) -> tuple[list[str], list[tuple[str
 
 def test_other_starting_buffers_are_a_warning_on_all_workers_and_cost_no_message(pool: Pool) -> None:
     warning = (
-        "the starting values of the buffers (2, such as float32[4]) of rank 1 differ from those of rank 0: call "
-        "thinwire.broadcast(link, model) on all workers before the first step, if they should be the same"
+        "the buffers (those given as buffers=, such as BatchNorm's running statistics) of rank 1 start with other values than "
+        "rank 0's: call thinwire.broadcast(link, model) on all workers before the optimizer is made"
     )
     for said, sent in pool.run(_with_statistics, 3, True):
         assert said == [warning], "once"
         assert sent == [("handshake", 32)]
     for said, sent in pool.run(_with_statistics, 3, False):
-        assert said == []
+        assert said == [], "the first batch of each worker has changed them, but they started alike"
         assert sent == [("handshake", 32)]
 
 

@@ -30,14 +30,13 @@ from thinwire.payload import LONGEST, Payload, describe
 
 log = logging.getLogger("thinwire")
 
-J, V = TypeVar("J"), TypeVar("V")
+J = TypeVar("J")
+V = TypeVar("V")
 
 # --- The handshake -----------------------------------------------------------------------------------------------------
 
 
-def handshake(
-    link: Link, fingerprint: Mapping[str, object], *, any_shard: AnyShard = alone, buffers: Sequence[Tensor] = ()
-) -> None:
+def handshake(link: Link, fingerprint: Mapping[str, object], *, any_shard: AnyShard = alone, buffers: int = 0) -> None:
     """Refuse to begin unless all workers were started with the same settings.
 
     It is one message of 32 bytes where all is well: 24 of the fingerprint's digest and 8 of a hash of the buffers.
@@ -46,7 +45,7 @@ def handshake(
         link: the wire.
         fingerprint: names and JSON-able values of all that must agree.
         any_shard: see `Options`.
-        buffers: what should be the same on all workers; a difference is a warning on all of them.
+        buffers: `hash_tensors` of buffers that should start alike on all workers; a difference is a warning on all of them.
 
     Raises:
         FingerprintMismatch: on every worker, naming what differs, where, and both values.
@@ -54,11 +53,11 @@ def handshake(
     """
     told = {"wire version": VERSION, **fingerprint}
     digest = hashlib.sha256(json.dumps(told, default=str, sort_keys=True).encode()).digest()[:_DIGEST]
-    mine = digest + hash_tensors(buffers).to_bytes(8, "little", signed=True)
+    mine = digest + buffers.to_bytes(8, "little", signed=True)
     hashes = [p.to_bytes() for p in link.all_gather(Payload.of_bytes(mine, purpose="handshake", fixed=True))]
     odd = [rank for rank, theirs in enumerate(hashes) if theirs[:_DIGEST] != hashes[0][:_DIGEST]]
     if not any_shard(bool(odd)):
-        _warn_of_buffers(hashes, buffers)
+        _warn_of_buffers(hashes)
         return
     if not odd:
         raise FingerprintMismatch("workers were started differently: another shard of this worker says in what")
@@ -89,15 +88,12 @@ _HINTS = {
 }
 
 
-def _warn_of_buffers(hashes: Sequence[bytes], buffers: Sequence[Tensor]) -> None:
+def _warn_of_buffers(hashes: Sequence[bytes]) -> None:
     odd = [f"rank {rank}" for rank, theirs in enumerate(hashes) if theirs[_DIGEST:] != hashes[0][_DIGEST:]]
     if odd:
-        kinds = ", ".join(sorted({describe(local(b)) for b in buffers})[:3])
         log.warning(
-            "the starting values of the buffers (%d, such as %s) of %s differ from those of rank 0: "
-            "call thinwire.broadcast(link, model) on all workers before the first step, if they should be the same",
-            len(buffers),
-            kinds or "none",
+            "the buffers (those given as buffers=, such as BatchNorm's running statistics) of %s start with other values than "
+            "rank 0's: call thinwire.broadcast(link, model) on all workers before the optimizer is made",
             _short(", ".join(odd)),
         )
 

@@ -138,6 +138,7 @@ class Algorithm(Optimizer):
         self.alarm_every, self.on_divergence = alarm_every, on_divergence
         self.settings = dict(settings or {})
         self.buffers = [b for b in buffers if b.is_floating_point()]
+        self._starting_buffers = hash_tensors([local(b) for b in self.buffers])  # the first forward pass changes them
         self._agreed_buffers: list[Tensor] = []  # as they were averaged last
         self.buffers_every = buffers_every or (32 if self.schedule.due(1) and self.schedule.due(2) else 1)
         self.due: tuple[int, ...] = ()
@@ -462,8 +463,8 @@ class Algorithm(Optimizer):
     def _greet(self) -> None:
         """Compare fingerprints once, at the first step: a wrong setting is found before H steps are spent on it."""
         if not self._greeted:
-            starting = [local(b) for b in self.buffers] if self.steps == 0 else []  # later each worker has its own
-            handshake(self.link, self.fingerprint(), any_shard=self.shards.any, buffers=starting)
+            buffers = self._starting_buffers if self.steps == 0 else 0
+            handshake(self.link, self.fingerprint(), any_shard=self.shards.any, buffers=buffers)
             self._greeted = True
 
     def fingerprint(self) -> dict[str, object]:
@@ -491,8 +492,8 @@ class Algorithm(Optimizer):
             "tensor": [describe(x) for x in self.params()],
             "steps so far": self._common_steps(),
             "rounds so far": self.rounds,
-            FROZEN: show_hash([local(p.detach()) for p in self._frozen]),
             **{f"{STARTING}{name!r}": show_hash(values) for name, values in self._alike().items()},
+            FROZEN: show_hash([local(p.detach()) for p in self._frozen]),
         }
 
     def _common_steps(self) -> int:

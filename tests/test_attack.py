@@ -29,7 +29,10 @@ from thinwire.links.ddp import MeteredDDP
 from thinwire.links.torch import TorchLink
 from thinwire.network import Op
 from thinwire.payload import LONGEST, Payload
+from thinwire.run.commands.train import _agree_on_folder
+from thinwire.run.config import RunConfig
 from thinwire.run.doctor import inspect_machine, machine_of, measure, tell_each_other
+from thinwire.run.start import TrainPlace
 
 Forge = Callable[[Payload], Payload]
 
@@ -175,6 +178,35 @@ def test_hostile_figures_are_refused_on_all_workers(raw: bytes, pool: Pool) -> N
     simulated = World(3).run(lambda link: _words(link, raw, float))
     assert_ended_alike(simulated, WireError)
     assert pool.run(_words, 3, raw, float) == simulated
+
+
+CONFIG, AT_HOME = RunConfig(algorithm="diloco", task="quadratic"), "runs/diloco-quadratic-20260102-030405"
+
+
+@pytest.mark.parametrize(
+    ("told", "out"),
+    [("/etc", None), ("runs/../x", None), (AT_HOME + "/..", None), (AT_HOME, "mine"), ("x" * 9999, "mine"), ("", None)],
+)
+def test_worker_0_does_not_decide_where_others_write(told: str, out: str | None) -> None:
+    def worker(link: Link) -> tuple[str, str]:
+        if link.rank == 0:
+            link = Hostile(link, "word of worker 0", text(json.dumps({"folder": told}).encode()))
+            return outcome(lambda: tell_all(link, {}, str))
+        return outcome(lambda: _agree_on_folder(CONFIG, TrainPlace(out=out), link))
+
+    _, *others = World(3).run(worker)
+    assert "the message of rank 0: the run folder" in assert_ended_alike(others, WireError)
+
+
+@pytest.mark.parametrize(("told", "out"), [(AT_HOME, None), ("mine", "mine"), ("/data/mine", "/data/mine")])
+def test_the_folder_that_all_were_given_is_agreed_on(told: str, out: str | None) -> None:
+    def worker(link: Link) -> Path | None:
+        if link.rank == 0:
+            tell_all(link, {"folder": told}, str)
+            return None
+        return _agree_on_folder(CONFIG, TrainPlace(out=out), link)
+
+    assert World(2).run(worker) == [None, Path(told)]
 
 
 def test_honest_figures_arrive_even_if_they_are_not_finite_or_whole() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 from thinwire.agreement import tell_all
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, WireError
 from thinwire.links import Link, disconnect
 from thinwire.links.mesh import worker_count
 from thinwire.network import parse_duration
@@ -68,8 +69,17 @@ def _agree_on_folder(config: RunConfig, place: TrainPlace, link: Link) -> Path:
             verdict = {"error": str(error)}
     verdict = tell_all(link, verdict, str)
     if "error" in verdict:
-        raise ConfigError(verdict["error"])
-    return Path(verdict["folder"])
+        raise ConfigError(verdict["error"] if link.rank == 0 else "rank 0 refuses the run folder, and says why")
+    return Path(_checked(verdict.get("folder", ""), config, place))
+
+
+def _checked(folder: str, config: RunConfig, place: TrainPlace) -> str:
+    """The folder that worker 0 names, if it is where this worker was told to write, too."""
+    usual = re.escape(f"runs/{config.algorithm}-{config.task}-") + r"\d{8}-\d{6}"
+    if folder == place.out or (place.out is None and re.fullmatch(usual, folder)):
+        return folder
+    wanted = place.out or "runs/ALGORITHM-TASK-TIME"
+    raise WireError(f"the run folder {folder[:100]!r}, where this worker writes to {wanted}: give all the same --out", rank=0)
 
 
 def _saved_config(arguments: list[str]) -> RunConfig | None:

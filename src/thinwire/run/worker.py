@@ -129,6 +129,7 @@ def main() -> None:
         if not isinstance(link, SoloLink):
             disconnect()
     except ConfigError as error:
+        Heartbeat.end(error)
         sys.exit(_say(f"thinwire: error: {error}", 2) if rank == "0" else 2)
     except NotSaved as error:
         sys.exit(_say(f"thinwire: error: {error}", EXIT_NOT_SAVED))

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from thinwire.agreement import tell_all
-from thinwire.errors import ConfigError, WireError
+from thinwire.errors import ConfigError, ThinwireError, WireError
 from thinwire.links import Link, disconnect
+from thinwire.links.heartbeat import Heartbeat
 from thinwire.links.mesh import worker_count
 from thinwire.network import parse_duration
 from thinwire.run.config import ALONE, RunConfig, read_run_toml
@@ -51,8 +52,12 @@ def main(arguments: list[str]) -> int:
 def _join(config: RunConfig, place: TrainPlace, timeout: float) -> int:
     """Be one worker of the torchrun job that this process is in."""
     link = join(config, timeout=timeout)
-    folder = _agree_on_folder(config, place, link)
-    work(config, folder, link, resume=place.resume, checkpoint_every=place.checkpoint_every)
+    try:
+        folder = _agree_on_folder(config, place, link)
+        work(config, folder, link, resume=place.resume, checkpoint_every=place.checkpoint_every)
+    except ThinwireError as error:
+        Heartbeat.end(error)  # before the command line makes an exit code of it
+        raise
     if link.rank == 0:
         show_summary(folder)
     disconnect()

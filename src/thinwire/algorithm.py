@@ -15,8 +15,10 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,6 +28,7 @@ from thinwire.codecs import Chain, Codec, Dense, Mean
 from thinwire.codecs.base import check_codec
 from thinwire.codecs.chain import PerTensor
 from thinwire.errors import (
+    BlownUp,
     CheckpointError,
     ConfigError,
     Diverged,
@@ -37,7 +40,7 @@ from thinwire.errors import (
 from thinwire.exchange import PendingAverage, PendingShare, average, message_nbytes, post_average, post_share, swap
 from thinwire.links.base import Link
 from thinwire.links.shards import Shards, local, reshard
-from thinwire.payload import all_finite, describe
+from thinwire.payload import Payload, all_finite, describe
 from thinwire.schedules import Schedule, as_schedule
 
 log = logging.getLogger("thinwire")
@@ -48,6 +51,26 @@ Start = Literal["zeros", "param", "coded", "count"] | Callable[[Tensor], Tensor 
 
 _COUNTERS = ("thinwire_step", "thinwire_round", "thinwire_synced")
 
+# Settings whose names begin like this must be finite; see `_refuse_bad_settings`.
+_FINITE = ("lr", "weight_decay", "momentum", "dampening", "beta", "omega", "alpha", "eps")
+
+
+@dataclass
+class _Refused:
+    """Rounds that were refused for a NaN or Inf, as all workers count them.
+
+    Attributes:
+        in_row: so many, one after the other.
+        since: the step of the first of them.
+        round: the number of the last of them.
+        lost: whether that one was refused because this worker's parameters were not finite.
+    """
+
+    in_row: int = 0
+    since: int = 0
+    round: int = -2
+    lost: bool = False
+
 
 class Policy(TypedDict, total=False):
     """What to do when something goes wrong; keyword arguments of every algorithm.
@@ -56,6 +79,9 @@ class Policy(TypedDict, total=False):
         on_abort: after a round that did not take place, "keep" the local progress (the next round carries it along) or
             "restore" the last agreed parameters.
         on_nonfinite: after a NaN or Inf, "skip" the step or round and go on, or "raise" on every worker.
+        give_up_after: raise `BlownUp` on every worker when so many rounds in a row were refused for a NaN or Inf; 0 never. By
+            default 8, and 32 for methods that exchange at every step: there a GradScaler, whose scale starts at 65536, may
+            rightly refuse up to 16 first steps. See `Algorithm.refuse` for what does not wait for so many.
         alarm_every: compare a hash of what must be bit-equal every so many rounds; 0 never.
         on_divergence: when that comparison fails, "raise" or "warn".
         buffers: what is not trained but should be the same everywhere, averaged in float32 after rounds:
@@ -66,6 +92,7 @@ class Policy(TypedDict, total=False):
 
     on_abort: Literal["keep", "restore"]
     on_nonfinite: Literal["skip", "raise"]
+    give_up_after: int | None
     alarm_every: int
     on_divergence: Literal["raise", "warn"]
     buffers: Iterable[Tensor]
@@ -87,6 +114,7 @@ class Algorithm(Optimizer):
         settings: what must agree on all workers besides; shown by `repr`.
         on_abort: see `Policy`.
         on_nonfinite: see `Policy`.
+        give_up_after: see `Policy`.
         alarm_every: see `Policy`.
         on_divergence: see `Policy`.
         buffers: see `Policy`.
@@ -118,6 +146,7 @@ class Algorithm(Optimizer):
         settings: Mapping[str, object] | None = None,
         on_abort: Literal["keep", "restore"] = "keep",
         on_nonfinite: Literal["skip", "raise"] = "skip",
+        give_up_after: int | None = None,
         alarm_every: int = 64,
         on_divergence: Literal["raise", "warn"] = "raise",
         buffers: Iterable[Tensor] = (),
@@ -129,6 +158,8 @@ class Algorithm(Optimizer):
         check_choice("on_abort", on_abort, ("keep", "restore"))
         check_choice("on_nonfinite", on_nonfinite, ("skip", "raise"))
         check_choice("on_divergence", on_divergence, ("raise", "warn"))
+        if give_up_after is not None:
+            check_whole_number("give_up_after", give_up_after, least=0)
         check_whole_number("alarm_every", alarm_every, least=0)
         check_whole_number("buffers_every", buffers_every, least=0)
         self.link, self.schedule, self.codec = link, as_schedule(H), Dense() if codec is None else check_codec(codec)
@@ -140,9 +171,12 @@ class Algorithm(Optimizer):
         self.buffers = [b for b in buffers if b.is_floating_point()]
         self._starting_buffers = hash_tensors([local(b) for b in self.buffers])  # the first forward pass changes them
         self._agreed_buffers: list[Tensor] = []  # as they were averaged last
-        self.buffers_every = buffers_every or (32 if self.schedule.due(1) and self.schedule.due(2) else 1)
+        every_step = bool(self.schedule.due(1) and self.schedule.due(2))
+        self.buffers_every = buffers_every or (32 if every_step else 1)
+        self.give_up_after = (32 if every_step else 8) if give_up_after is None else give_up_after
         self.due: tuple[int, ...] = ()
         self.aborted_rounds = 0
+        self._refused = _Refused()
         self._slots = dict(slots or {})
         self._active: list[Tensor] = []
         self._frozen: list[Tensor] = []
@@ -313,10 +347,12 @@ class Algorithm(Optimizer):
         with torch.no_grad():
             self._greet()
             self._refuse_strangers()
+            self._refuse_bad_settings()
             self._unscale_gradients()
             self._set_counter("thinwire_step", self._next_step())
             self.link.tick()
-            self.local_step()
+            with self._overflow_named():
+                self.local_step()
             self.due = self.schedule.due(self.steps)
             if self.due:
                 self._round()
@@ -418,11 +454,18 @@ class Algorithm(Optimizer):
 
     def _round(self) -> None:
         self._set_counter("thinwire_round", self.rounds + 1)
+        refusal: RoundAborted | None = None
         try:
-            self.update()
-        except RoundAborted as refusal:
-            self.refuse(refusal)
-        else:
+            try:
+                with self._overflow_named():
+                    self.update()
+            except RoundAborted as found:
+                refusal = found
+            if self.in_pairs and self.on_nonfinite == "raise":
+                refusal = self._refusal_of_any_pair(refusal)
+            if refusal is not None:
+                self.refuse(refusal)
+                return
             if self.rounds % self.buffers_every == 0 and not self.in_pairs:  # those who refused would not take part
                 self.average_buffers()
             if self.alarm_every and self.rounds % self.alarm_every == 0:
@@ -448,15 +491,108 @@ class Algorithm(Optimizer):
         for b, agreed in zip(mine, mean, strict=True):
             b.copy_(agreed)
 
-    def refuse(self, refusal: RoundAborted) -> None:
-        """Go on without a round that did not take place, or raise, as the policies say."""
+    def refuse(self, refusal: RoundAborted, *, step: int | None = None) -> None:
+        """Go on without a round that did not take place, or raise, as the policies say.
+
+        A round that was refused for a NaN or Inf is not gone on from, and `BlownUp` is raised on all workers, where
+
+        * the parameters that all workers have in common are not finite: no later round can make them so;
+        * all of two or more workers were to blame, and with local steps: the parameters of each have gone bad since the last
+          round, which is no fault of one machine. Gradients alone do not count, since a GradScaler finds an Inf in them on all
+          workers now and then. Nor does a single worker: it goes back to its last agreed parameters, and is counted;
+        * it is the last of `give_up_after` in a row.
+
+        All of that is known to all workers alike, so that they raise together. In methods `in_pairs` only the two of a pair
+        know: there each worker counts the rounds in a row that were refused in its own name, and raises for itself.
+
+        Args:
+            refusal: what the round was refused with.
+            step: which it belongs to, where that is not the last one taken.
+        """
         poisoned = isinstance(refusal, NonFiniteRound)
         if poisoned and self.on_nonfinite == "raise":
             raise refusal
-        log.warning("%s; training goes on without it", refusal)
         self.aborted_rounds += 1
-        if self.on_abort == "restore" or (poisoned and self.link.rank in refusal.culprits):
+        mine = poisoned and self.link.rank in refusal.culprits
+        blown_up = self._count(refusal, self.steps if step is None else step) if poisoned else None
+        if blown_up is None:
+            log.warning("%s; training goes on without it", refusal)
+        if self.on_abort == "restore" or mine:
             self.restore()
+        if blown_up is not None:
+            raise blown_up
+
+    def _count(self, refusal: NonFiniteRound, step: int) -> BlownUp | None:
+        """Count a refused round; the error to raise where training has blown up."""
+        mine = self.link.rank in refusal.culprits
+        if self.in_pairs and not mine:
+            return None
+        refused = self._refused
+        if not 0 <= self.rounds - refused.round <= 1:  # the one before was taken, or a checkpoint was loaded
+            refused.in_row, refused.since = 0, step
+        refused.in_row += 1
+        refused.round, refused.lost = self.rounds, mine and not self.params_finite()
+        common = self._common_parameters()
+        everyone = len(refusal.culprits) == self.link.size > 1 and "param" not in self.replicated
+        if self.shards.any(not all_finite(common)):
+            what = "the parameters of all workers hold NaN or Inf"
+        elif everyone:
+            what = f"the numbers of all {self.link.size} workers have gone bad since the round before"
+        elif self.give_up_after and refused.in_row >= self.give_up_after:
+            what = f"{refused.in_row} rounds in a row were refused"
+        else:
+            return None
+        return self.blown_up(f"{what} ({refusal})", since=refused.since)
+
+    def blown_up(self, what: str, *, since: int) -> BlownUp:
+        """The error for training that has blown up: what was found, since which step, and what is the likely cause."""
+        rates = sorted({float(group["lr"]) for group in self.param_groups if "lr" in group})
+        lr = f" (lr is {', '.join(f'{rate:g}' for rate in rates)})" if rates else ""
+        cause = f"most likely the learning rate is too high{lr}, or the data hold NaN or Inf"
+        return BlownUp(f"training has blown up at step {since}: {what}; {cause}", since=since)
+
+    @property
+    def lost_parameters(self) -> bool:
+        """Whether the last round was refused because this worker's parameters were not finite."""
+        return self._refused.lost and self._refused.round == self.rounds
+
+    def params_finite(self) -> bool:
+        """Whether this worker's parameters are finite, on all of its shards."""
+        return not self.shards.any(not all_finite(self.params()))
+
+    def agreed_finite(self) -> bool:
+        """Whether the parameters that this worker would go back to are finite, on all of its shards."""
+        agreed = self._agreed() or (self.params() if "param" in self.replicated else [])
+        return not self.shards.any(not all_finite(agreed))
+
+    def _common_parameters(self) -> list[Tensor]:
+        """The parameters that are bit-equal on all workers at any time, where there are such."""
+        if "param" in self.replicated:
+            return self.params()
+        return self.slot("anchor") if "anchor" in self.replicated else []
+
+    def _refusal_of_any_pair(self, refusal: RoundAborted | None) -> RoundAborted | None:
+        """Tell all workers of a round that some pair has refused, so that all can raise: one byte from each."""
+        poisoned = isinstance(refusal, NonFiniteRound)
+        said = poisoned + 2 * (poisoned and self.link.rank in refusal.culprits)
+        told = self.link.all_gather(Payload.of_bytes(bytes([said]), purpose="refusals", fixed=True))
+        heard = [int(answer.to_bytes()[0]) for answer in told]
+        if not any(heard):
+            return refusal
+        by, culprits = ([r for r, flags in enumerate(heard) if flags & bit] for bit in (1, 2))
+        names, whose = (", ".join(f"rank {r}" for r in ranks) for ranks in (by, culprits))
+        what = f"round {self.rounds} refused by {names}: NaN or Inf in the contribution of {whose or 'another shard'}"
+        return NonFiniteRound(f"{what}; all {self.link.size} workers stop", culprits=culprits)
+
+    @contextlib.contextmanager
+    def _overflow_named(self) -> Iterator[None]:
+        """Say in words of training what torch says of a step so long that its size is no number of the parameters' dtype."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "without overflow" not in str(error):
+                raise
+            raise self.blown_up(f"the size of a step overflows ({error})", since=self.steps) from error
 
     # --- Gates ---------------------------------------------------------------------------------------------------------------
 
@@ -477,6 +613,7 @@ class Algorithm(Optimizer):
         policy = {
             "on_abort": self.on_abort,
             "on_nonfinite": self.on_nonfinite,
+            "give_up_after": self.give_up_after,
             "alarm_every": self.alarm_every,
             "on_divergence": self.on_divergence,
             "buffers_every": self.buffers_every,
@@ -567,6 +704,28 @@ class Algorithm(Optimizer):
                     "unfreeze it first, then make the optimizer"
                 )
 
+    def _refuse_bad_settings(self) -> None:
+        """One step with an lr of NaN would leave NaN in the parameters for ever: refuse it before anything moves.
+
+        A NaN is refused in any setting of a group, an infinity in those that multiply or divide. Others may be infinite:
+        optimizers that choose their own step size have limits that are, by default. Tensors on a GPU are not looked at, which
+        would make every step wait for it: what they spoil is found by the finite gate of the next round.
+        """
+        for number, group in enumerate(self.param_groups):
+            for name, values in group.items():
+                if name == "params":
+                    continue
+                for value in values if isinstance(values, tuple | list) else (values,):
+                    if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
+                        value = value.item()
+                    if not isinstance(value, float | np.floating) or math.isfinite(value):
+                        continue
+                    if math.isnan(value) or name.startswith(_FINITE):
+                        raise ConfigError(
+                            f"{name} must be finite, got {values!r} in parameter group {number}: step {self.steps + 1} is "
+                            "refused and nothing has changed; look at what sets it, such as a scheduler"
+                        )
+
     def _unscale_gradients(self) -> None:
         scale = getattr(self, "grad_scale", None)  # set by GradScaler around step()
         if scale is not None:
@@ -578,21 +737,36 @@ class Algorithm(Optimizer):
     # --- Parameter groups and state dicts ------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, as in any torch optimizer; on all workers alike."""
-        super().add_param_group(param_group)
-        try:
+        """Add parameters, as in any torch optimizer; on all workers alike. One that is refused leaves nothing behind."""
+        with self._all_or_nothing():
+            super().add_param_group(param_group)
             self._adopt(self.param_groups[-1])
-        except ConfigError:
-            self.param_groups.pop()  # refused as a whole
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Take back what was added to groups, parameters and state within it, where that raises."""
+        groups, active, frozen = len(self.param_groups), len(self._active), len(self._frozen)
+        state, greeted = {p: dict(entries) for p, entries in self.state.items()}, self._greeted
+        try:
+            yield
+        except BaseException:
+            del self.param_groups[groups:], self._active[active:], self._frozen[frozen:]
+            self.state.clear()
+            self.state.update(state)
+            self._greeted = greeted
             raise
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Raise a `ConfigError` for a parameter group that this method cannot train; nothing has been made of it yet."""
+        for p in group["params"]:
+            if p.requires_grad and not p.is_floating_point():
+                raise ConfigError(f"parameters must be real floating-point tensors, got {p.dtype} of shape {tuple(p.shape)}")
 
     def _adopt(self, group: dict[str, Any]) -> None:
         """Make the state slots of a new group."""
         for name in _COUNTERS:
             group[name] = self.param_groups[0].get(name, 0)
-        for p in group["params"]:  # all of them before any is taken in
-            if p.requires_grad and not p.is_floating_point():
-                raise ConfigError(f"parameters must be real floating-point tensors, got {p.dtype} of shape {tuple(p.shape)}")
+        self.check_group(group)
         for p in group["params"]:
             if not p.requires_grad:
                 self._frozen.append(p)

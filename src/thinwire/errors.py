@@ -69,6 +69,15 @@ class NonFiniteRound(RoundAborted):
         self.culprits = tuple(culprits)
 
 
+class BlownUp(ThinwireError, RuntimeError):
+    """Training has blown up: all workers' numbers are lost, or rounds are refused again and again. Raised on all workers."""
+
+    def __init__(self, message: str, *, since: int):
+        """Keep the step at which it was first seen in `since`."""
+        super().__init__(message)
+        self.since = since
+
+
 def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
     """Raise a `ConfigError` that shows `value` and `allowed` unless one is in the other."""
     if value not in allowed:

@@ -12,7 +12,7 @@ All rules see what every worker has decoded alike, so their state is bit-equal o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -133,6 +133,22 @@ def check_group(group: Mapping[str, Any], *, sharded: bool) -> None:
         raise ConfigError(f"betas must be two numbers from 0 to below 1, got {betas!r}")
     if group["phi"] == "muon" and sharded:
         raise ConfigError("phi='muon' needs whole matrices and these parameters are sharded: use sign or adam, or do not shard")
+
+
+def check_eps(eps: float, dtypes: Iterable[torch.dtype], whose: str) -> None:
+    """Raise a `ConfigError` for an eps that is 0 in a dtype it is added in: it would not keep anybody from dividing by zero.
+
+    Args:
+        eps: as the setting has it.
+        dtypes: of what it is added to.
+        whose: what has this setting, for the message.
+    """
+    for dtype in dtypes:
+        if eps > 0 and float(torch.tensor(eps, dtype=dtype)) == 0:
+            raise ConfigError(
+                f"{whose} has eps={eps:g}, which is 0 in {str(dtype).removeprefix('torch.')}: it would divide by zero. Keep "
+                "the parameters in float32 and compute under torch.autocast, or in bfloat16, or give an eps of 1e-4"
+            )
 
 
 def apply_shared(

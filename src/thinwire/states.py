@@ -220,13 +220,13 @@ class StateAveraging(Algorithm):
         super().begin_anew()
         self._set_counter("sick", [])
 
-    def refuse(self, refusal: RoundAborted) -> None:
+    def refuse(self, refusal: RoundAborted, *, step: int | None = None) -> None:
         """Go on without a round that did not take place, or raise, as the policies say."""
-        super().refuse(refusal)
+        super().refuse(refusal, step=step)
         if isinstance(refusal, NonFiniteRound) and "anchor" not in self._slots:
             self._set_counter("sick", sorted({*self.sick, *refusal.culprits}))
-            if len(self.sick) == self.link.size:  # nobody is left to be healed by
-                raise refusal
+            if len(self.sick) == self.link.size:
+                raise self.blown_up(f"no worker is left to heal the others ({refusal})", since=self.steps)
             if self.link.rank in refusal.culprits:
                 for t in self.message():
                     t.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

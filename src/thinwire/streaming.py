@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -39,12 +39,14 @@ class Sent:
     Attributes:
         fragments: what it brings.
         step: after which it was sent.
+        which: numbers of the parameters in it: those of a group that was added since are not.
         last: whether it is that of `finish()`, after which all workers shall be equal.
         pending: what to wait for; None after a resume, until it has been sent again.
     """
 
     fragments: tuple[int, ...]
     step: int
+    which: list[int] = field(default_factory=list)
     last: bool = False
     pending: PendingAverage | None = None
 
@@ -105,6 +107,11 @@ class Streaming(Algorithm):
         if len(self._dealt) != len(self._active):
             self._dealt = self._named() if self._by_hand is not None else self._deal()
         return self._dealt
+
+    def _adopt(self, group: dict[str, Any]) -> None:
+        super()._adopt(group)
+        if self._dealt:  # not while the first groups come in, one by one
+            self.fragment_of()  # refuses parameters that no fragment names
 
     def which(self, fragments: Sequence[int]) -> list[int]:
         """Numbers of the parameters that these fragments have; none where there are fewer parameters than fragments."""
@@ -176,7 +183,7 @@ class Streaming(Algorithm):
         if which := self.which(fragments):
             number = self.rounds + len(self._underway) + 1
             pending = self.send(which, round=number, again=False)
-            self._underway.append(Sent(fragments, self.steps, last, pending))
+            self._underway.append(Sent(fragments, self.steps, which, last, pending))
             self._set_counter("underway", len(self._underway))
             self._withdrawn = False
 
@@ -205,7 +212,7 @@ class Streaming(Algorithm):
         """Send what was under way when the checkpoint was written."""
         for place, sent in enumerate(self._underway):
             if sent.pending is None:
-                sent.pending = self.send(self.which(sent.fragments), round=self.rounds + place + 1, again=True)
+                sent.pending = self.send(sent.which, round=self.rounds + place + 1, again=True)
 
     def begin_anew(self) -> None:
         """What was under way was made of state that is no more."""
@@ -218,7 +225,7 @@ class Streaming(Algorithm):
         self._underway.clear()
         count = self.param_groups[0]["underway"]
         window = range(max(0, self.steps - self.tau) + 1, self.steps + 1)
-        sent = [Sent(due, step) for step in window if self.which(due := self.schedule.due(step))]
+        sent = [Sent(due, step, which) for step in window if (which := self.which(due := self.schedule.due(step)))]
         if count > len(sent):  # local values still hold what was sent: the next round carries it along
             log.warning("%d messages were under way with another tau or other fragments: their rounds are left out", count)
             count = 0

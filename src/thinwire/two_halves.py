@@ -89,7 +89,8 @@ class TwoHalves(Algorithm):
         """Apply the round that is still under way; call it on all workers after the last step."""
         with torch.no_grad():
             try:
-                self._deliver()
+                with self._overflow_named():
+                    self._deliver()
             except RoundAborted as refusal:
                 self.refuse(refusal)
             self.average_buffers()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, Unpack
 
 import torch
@@ -17,6 +18,7 @@ from thinwire.exchange import message_nbytes
 from thinwire.links.base import Link
 from thinwire.links.shards import local
 from thinwire.pace import Pace
+from thinwire.rules import check_eps
 from thinwire.schedules import Every, Schedule, as_schedule
 
 log = logging.getLogger("thinwire")
@@ -68,8 +70,8 @@ class Wrapper(Algorithm):
             raise ConfigError(f"{type(inner).__name__} cannot be the inner optimizer of {type(self).__name__}: it uses a link")
         self._wrapping = True
         settings = {"inner": type(inner).__name__, **(settings or {})}
-        super().__init__(inner.param_groups, link, H=H, codec=codec, slots=slots, settings=settings, **policy)
         self.inner = inner
+        super().__init__(inner.param_groups, link, H=H, codec=codec, slots=slots, settings=settings, **policy)
         self.defaults = {**inner.defaults, **self.defaults}
         self.param_groups = inner.param_groups  # one list, so that whoever sets an lr sets it for both
         self._wrapping = False
@@ -185,9 +187,34 @@ class Wrapper(Algorithm):
         """Add parameters to the inner optimizer and make their slots."""
         if self._wrapping:
             super().add_param_group(param_group)
-        else:
+            return
+        with self._all_or_nothing():
             self.inner.add_param_group(param_group)  # appends to the list that both share
             self._adopt(self.param_groups[-1])
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        inner = {} if self._wrapping else {p: dict(entries) for p, entries in self.inner.state.items()}
+        try:
+            with super()._all_or_nothing():
+                yield
+        except BaseException:
+            if not self._wrapping:
+                self.inner.state.clear()
+                self.inner.state.update(inner)
+            raise
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Refuse an eps that is 0 in the dtype of what the inner optimizer adds it to, as that of AdamW is in float16."""
+        super().check_group(group)
+        eps = group.get("eps")
+        if not isinstance(eps, float):
+            return
+        one_each = {p.dtype: p for p in group["params"] if p.requires_grad and p.dtype.itemsize < 4}
+        for p in one_each.values():
+            kept = self.inner.state.get(p) or _placeholders(self.inner, p)
+            dtypes = {value.dtype for key, value in kept.items() if _is_moment(key, value, p)}
+            check_eps(eps, dtypes, type(self.inner).__name__)
 
     def state_dict(self) -> dict[str, Any]:
         """One dict with the state of both; the inner optimizer's keys have the prefix "inner."."""
@@ -244,5 +271,7 @@ def _placeholders(inner: Optimizer, p: Tensor) -> dict[str, Any]:
     twin.__dict__.update({k: type(v)() if k in hooks else v for k, v in inner.__dict__.items() if k != "step"})
     twin.state = type(inner.state)(dict)
     twin.param_groups = [{**group, "params": [stand_in]}]
+    if isinstance(lr := group.get("lr"), float) and lr > 1:  # of a wrong one, such as 1e38, the step would overflow
+        twin.param_groups[0]["lr"] = 1.0
     twin.step()
     return {k: torch.zeros_like(v) if isinstance(v, Tensor) else v for k, v in twin.state.get(stand_in, {}).items()}

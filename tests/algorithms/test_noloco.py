@@ -15,7 +15,7 @@ from thinwire import DiLoCo, Flaky, Int8, Link, LocalSGD, Metered, Network, NoLo
 from thinwire.algorithms.noloco import partner_of
 from thinwire.codecs import Dense
 from thinwire.codecs.wire import HEADER_NBYTES
-from thinwire.errors import ConfigError, NonFiniteRound
+from thinwire.errors import BlownUp, ConfigError, LinkError, NonFiniteRound
 from thinwire.run.config import RunConfig
 from thinwire.run.train import Trainer
 
@@ -332,8 +332,8 @@ def test_finish_does_the_same_on_all_workers_after_one_pair_has_refused_the_last
     assert {(pending, rounds) for _, pending, rounds in results} == {(0, 1)}
 
 
-def test_on_nonfinite_raise_raises_in_the_pair() -> None:
-    def worker(link: Link) -> tuple[int, ...] | None:
+def test_on_nonfinite_raise_raises_on_all_workers_and_names_the_pair() -> None:
+    def worker(link: Link) -> tuple[str, tuple[int, ...]] | None:
         model = model_of()
         opt = made(model, link, H=1, on_nonfinite="raise")
         backward(model, link.rank, 1)
@@ -342,12 +342,62 @@ def test_on_nonfinite_raise_raises_in_the_pair() -> None:
         try:
             opt.step()
         except NonFiniteRound as refusal:
-            return refusal.culprits
+            return str(refusal), refusal.culprits
         return None
 
-    results = World(4).run(worker)
-    assert [r for r, told in enumerate(results) if told == (0,)] == sorted([0, partner_of(0, 4, 1)])
-    assert results.count(None) == 2
+    pair = ", rank ".join(map(str, sorted([0, partner_of(0, 4, 1)])))
+    message = f"round 1 refused by rank {pair}: NaN or Inf in the contribution of rank 0; all 4 workers stop"
+    assert World(4).run(worker) == [(message, (0,))] * 4
+
+
+@pytest.mark.parametrize(("on_nonfinite", "extra"), [("skip", 0), ("raise", 1)])
+def test_only_on_nonfinite_raise_tells_all_workers_of_each_round(on_nonfinite: str, extra: int) -> None:
+    def worker(link: Link) -> list[tuple[str, int]]:
+        model, metered = model_of(), Metered(link)
+        opt = made(model, metered, H=1, on_nonfinite=on_nonfinite)
+        train(model, opt, link.rank, 2)
+        return [(exchange.purpose, exchange.payload) for exchange in metered.meter.recent]
+
+    for exchanges in World(4).run(worker):
+        control = [(purpose, nbytes) for purpose, nbytes in exchanges if purpose != "round"]
+        assert control == [("handshake", 32)] + [("refusals", 1)] * 2 * extra
+
+
+def test_a_worker_that_is_to_blame_again_and_again_gives_up_and_its_partners_do_not() -> None:
+    def worker(link: Link) -> tuple[str, int]:
+        model = model_of()
+        opt = made(model, link, H=1, give_up_after=3)
+        for step in range(1, 6):
+            backward(model, link.rank, step)
+            if link.rank == 0 and step > 1:  # not before the handshake has compared starting values
+                with torch.no_grad():
+                    model.first.weight[0, 0] = float("nan")
+            try:
+                opt.step()
+            except (BlownUp, LinkError) as error:  # the second: one who was left alone
+                return str(error), opt.rounds
+            opt.zero_grad()
+        return "went on", opt.rounds
+
+    mine, *others = World(4).run(worker)
+    assert mine[1] == 4
+    assert "training has blown up at step 2: 3 rounds in a row were refused (round 4 refused by rank" in mine[0]
+    assert all(not said.startswith("training") for said, _ in others)
+
+
+def test_two_workers_that_both_lose_their_numbers_stop_at_once() -> None:
+    def worker(link: Link) -> str:
+        model = model_of()
+        opt = made(model, link, H=1)
+        backward(model, link.rank, 1)
+        with torch.no_grad():
+            model.first.weight.fill_(float("inf"))
+        with pytest.raises(BlownUp) as error:
+            opt.step()
+        return str(error.value)
+
+    for message in World(2).run(worker):
+        assert "the numbers of all 2 workers have gone bad since the round before (round 1 refused" in message
 
 
 def test_running_statistics_stay_each_workers_own_until_the_end() -> None:

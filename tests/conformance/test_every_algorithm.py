@@ -239,15 +239,185 @@ def test_on_nonfinite_raise_stops_all_workers_together_with_the_culprit_named(na
             opt.zero_grad()
         return refused, opt.aborted_rounds
 
-    in_pairs, results = ALGORITHMS[name].in_pairs, World(3).run(worker)
-    told = [refused for refused, _ in results if refused]
-    assert (len(told) <= 2 and results[1][0]) if in_pairs else len(told) == 3
-    for refused in told:
+    for refused, _ in World(3).run(worker):
         ((message, culprits),) = refused  # once: those who catch it may go on
-        together = " and ".join(f"rank {r}" for r, (said, _) in enumerate(results) if said)
-        whom = f"by {together}" if in_pairs else "on all 3 workers"
-        assert f"refused {whom}: NaN or Inf in the contribution of rank 1" in message
         assert culprits == (1,)
+        assert "NaN or Inf in the contribution of rank 1" in message
+        assert ("; all 3 workers stop" if ALGORITHMS[name].in_pairs else "refused on all 3 workers: ") in message
+
+
+# --- Training that blows up ----------------------------------------------------------------------------------------------
+
+
+@every
+def test_workers_that_all_lose_their_numbers_stop_together(name: str) -> None:
+    """Nothing is left to heal them by: the parameters of all are NaN."""
+
+    def worker(link: thinwire.Link) -> tuple:
+        model = model_of()
+        opt = build(name, model.parameters(), link)
+        train(model, opt, link.rank, H)
+        with torch.no_grad():
+            for p in opt.params():  # a fragment that is under way would heal some
+                p.fill_(float("nan"))
+        for step in range(H + 1, 3 * H + 1):
+            try:
+                train(model, opt, link.rank, 1, first=step)
+            except thinwire.errors.BlownUp as error:
+                return step, str(error), error.since, opt.rounds
+        return 0, "went on", 0, 0
+
+    results = World(2).run(worker)
+    assert len({(step, since, rounds) for step, _, since, rounds in results}) == 1, "at the same step"
+    for step, message, since, _ in results:
+        assert H < since <= step
+        assert f"training has blown up at step {since}: the " in message
+        assert "in the contribution of rank 0, rank 1" in message or name == "noloco"
+        assert "most likely the learning rate is too high (lr is 0.0" in message
+        assert "or the data hold NaN or Inf" in message
+
+
+def _spoil(opt: Algorithm, model: torch.nn.Module) -> None:
+    """Make this worker's next contribution bad: its gradient where that is sent, else its parameters."""
+    with torch.no_grad():
+        if "param" in opt.replicated:
+            model.first.weight.grad[0, 0] = float("nan")
+        else:
+            for p in opt.params():  # each in a fragment of its own, where there are any
+                p.fill_(float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    # Of methods in pairs only the two of a pair know of a refusal: see tests/algorithms/test_noloco.py.
+    [(name, size) for name in NAMES for size in (1, 3) if size == 1 or not ALGORITHMS[name].in_pairs],
+)
+def test_refusals_in_a_row_end_in_the_same_error_on_all_workers(name: str, size: int) -> None:
+    bad = size - 1
+
+    def worker(link: thinwire.Link) -> tuple:
+        model = model_of()
+        # With "restore" all methods have parameters to go back to: without, the round after a refused one heals the bad worker.
+        opt = build(name, model.parameters(), link, give_up_after=3, on_abort="restore", inner=adamw)
+        for step in range(1, 10 * H):
+            backward(model, link.rank, step)
+            if link.rank == bad and step > 1:  # not before the handshake has compared starting values
+                _spoil(opt, model)
+            try:
+                opt.step()
+            except thinwire.errors.BlownUp as error:
+                return str(error), opt.rounds, opt.aborted_rounds
+            opt.zero_grad()
+        return "went on", opt.rounds, opt.aborted_rounds
+
+    results = World(size).run(worker)
+    assert len(set(results)) == 1, "all at the same round, with the same words"
+    message, _, aborted = results[0]
+    assert "3 rounds in a row were refused" in message
+    assert aborted == 3
+
+
+@every
+def test_zero_never_gives_up_and_a_wrong_number_is_refused(name: str) -> None:
+    def worker(link: thinwire.Link) -> int:
+        model = model_of()
+        opt = build(name, model.parameters(), link, give_up_after=0)
+        for step in range(1, 40 + 1):
+            backward(model, link.rank, step)
+            if link.rank == 1 and step > 1:
+                _spoil(opt, model)
+            opt.step()
+            opt.zero_grad()
+        return opt.aborted_rounds
+
+    assert max(World(3).run(worker)) >= 5
+    with pytest.raises(ValueError, match="give_up_after must be a whole number of at least 0, got -1"):
+        build(name, model_of().parameters(), SoloLink(), give_up_after=-1)
+
+
+@every
+def test_workers_give_up_after_the_same_number(name: str) -> None:
+    def worker(link: thinwire.Link) -> str:
+        model = model_of()
+        opt = build(name, model.parameters(), link, give_up_after=5 + link.rank)
+        with pytest.raises(thinwire.errors.FingerprintMismatch) as refusal:
+            train(model, opt, link.rank, 1)
+        return str(refusal.value)
+
+    for message in World(2).run(worker):
+        assert "give_up_after is 5 on rank 0 and 6 on rank 1" in message
+
+
+@every
+def test_a_grad_scaler_that_starts_too_high_comes_down_on_all_workers(name: str) -> None:
+    """It finds an Inf in the gradients of all workers at its first steps: no sign of training that has blown up."""
+
+    def worker(link: thinwire.Link) -> tuple:
+        model = model_of()
+        opt = build(name, model.parameters(), link)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+        for step in range(1, 20 + 1):
+            loss = model(torch.ones(2, 5), step).square().mean() * 2.0**14  # overflows at first
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+        return scaler.get_scale(), snapshot(model)
+
+    for scale, params in World(2).run(worker):
+        assert scale <= 2.0**118
+        assert all(bool(torch.isfinite(p).all()) for p in params)
+
+
+# --- Settings that are no numbers ----------------------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.parametrize(
+    ("setting", "value"), [("lr", float("nan")), ("lr", float("inf")), ("lr", torch.tensor(float("nan"))),
+                           ("weight_decay", float("inf")), ("weight_decay", float("-inf")), ("betas", (0.9, float("nan")))]
+)  # fmt: skip
+def test_a_setting_that_is_not_finite_is_refused_before_anything_moves(name: str, setting: str, value: object) -> None:
+    model = model_of()
+    opt = build(name, model.parameters(), SoloLink())
+    train(model, opt, 0, H + 1)
+    before, state, counters = snapshot(model), _copied(opt.state_dict()["state"]), (opt.steps, opt.rounds)
+    good = opt.param_groups[0][setting]
+    opt.param_groups[0][setting] = value
+    for _ in range(2):
+        with pytest.raises(
+            thinwire.errors.ConfigError, match=rf"^{setting} must be finite, got .*(nan|inf).* in parameter group 0"
+        ):
+            train(model, opt, 0, 1, first=H + 2)
+        opt.zero_grad()
+    assert (opt.steps, opt.rounds) == counters
+    assert_same(before, snapshot(model))
+    _assert_same_state(state, opt.state_dict()["state"])
+    opt.param_groups[0][setting] = good
+    train(model, opt, 0, H, first=H + 2)
+    assert all(bool(torch.isfinite(p).all()) for p in snapshot(model))
+
+
+@every
+def test_a_limit_that_is_infinite_is_no_harm(name: str) -> None:
+    """Optimizers that choose their own step size have settings such as growth_rate=inf."""
+    model = model_of()
+    opt = build(name, model.parameters(), SoloLink())
+    opt.param_groups[0]["growth_rate"] = float("inf")
+    train(model, opt, 0, 2)
+    assert opt.steps == 2
+
+
+def _copied(state: dict) -> dict:
+    return {i: {k: torch.as_tensor(v).clone() for k, v in entries.items()} for i, entries in state.items()}
+
+
+def _assert_same_state(a: dict, b: dict) -> None:
+    assert a.keys() == b.keys()
+    for index in a:
+        assert a[index].keys() == b[index].keys()
+        for key, value in a[index].items():
+            assert torch.equal(value, torch.as_tensor(b[index][key])), (index, key)
 
 
 @periodic_and_whole
@@ -506,6 +676,91 @@ def test_a_second_parameter_group_takes_part(name: str) -> None:
     assert_same(a, b)
     assert not torch.equal(a[0], start[0]), "the added group is trained"
     assert rates[1] == 0.005
+
+
+def _add_and_skip(link: thinwire.Link, name: str, at: int) -> tuple[list, int]:
+    """Add a group before step `at`, at which one worker has a NaN in the gradient of a parameter that came with it."""
+    model = model_of()
+    added = [model.gain, model.second.weight, model.sometimes]
+    opt = build(name, [{"params": list(model.first.parameters())}], link, alarm_every=1)
+    for step in range(1, 4 * H):
+        if step == at:
+            opt.add_param_group({"params": added, "lr": 0.005})
+        backward(model, link.rank, step)
+        if step < at:
+            for p in added:
+                p.grad = None
+        if step == at and link.rank == 1:
+            model.second.weight.grad[0, 0] = float("nan")
+        opt.step()
+        opt.zero_grad()
+        model.zero_grad()
+    opt.finish()
+    return snapshot(model), opt.message_nbytes()
+
+
+@every
+def test_a_group_may_be_added_before_a_step_that_is_skipped(name: str, pool: Pool) -> None:
+    for at in range(1, 2 * H + 1):
+        simulated = World(2).run(lambda link, at=at: _add_and_skip(link, name, at))
+        assert_same(simulated[0][0], simulated[1][0])
+        assert all(bool(torch.isfinite(p).all()) for p in simulated[0][0])
+    real = pool.run(_add_and_skip, 2, name, 2 * H)  # just before a round
+    assert_same(real[0][0], real[1][0])
+    assert_close(real[0][0], simulated[0][0])
+    assert real[0][1] == real[1][1] == simulated[0][1]
+
+
+@every
+def test_a_refused_group_leaves_nothing_behind(name: str) -> None:
+    model = model_of()
+    opt = build(name, [{"params": list(model.first.parameters())}], SoloLink())
+    train(model, opt, 0, H + 1)
+    inner = getattr(opt, "inner", opt)
+    before = [list(g["params"]) for g in opt.param_groups], list(opt._active), list(opt._frozen), list(opt.state)
+    inside, state = list(inner.state), _copied(opt.state_dict()["state"])
+    complex_one = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    known = model.first.weight
+    for params in ([model.gain, complex_one], [model.frozen, model.gain, known]):
+        with pytest.raises(ValueError, match=r"real floating-point|more than one parameter group"):
+            opt.add_param_group({"params": params})
+    assert before == ([list(g["params"]) for g in opt.param_groups], list(opt._active), list(opt._frozen), list(opt.state))
+    assert [list(g["params"]) for g in inner.param_groups] == before[0]
+    assert list(inner.state) == inside
+    _assert_same_state(state, opt.state_dict()["state"])
+    for p in (model.second.weight, model.gain, model.sometimes):
+        p.requires_grad_(False)
+    train(model, opt, 0, H, first=H + 2)
+
+
+@wrappers
+def test_an_eps_that_is_zero_in_float16_is_refused(name: str) -> None:
+    """With state in the parameters' float16, AdamW's 1e-8 would divide 0 by 0; QHAdam's state is float32."""
+
+    def made(params: object, inner: type[torch.optim.Optimizer], **settings: float) -> Algorithm:
+        return build(name, params, SoloLink(), inner=lambda p: inner(p, lr=1e-3, **settings))
+
+    message = r"AdamW has eps=1e-08, which is 0 in float16: it would divide by zero"
+    with pytest.raises(thinwire.errors.ConfigError, match=message):
+        made(model_of(dtype=torch.float16).parameters(), torch.optim.AdamW)
+    for inner in (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam):
+        with pytest.raises(thinwire.errors.ConfigError, match="which is 0 in float16"):
+            made(model_of(dtype=torch.float16).parameters(), inner)
+    opt = made(model_of().parameters(), torch.optim.AdamW)
+    half = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    with pytest.raises(thinwire.errors.ConfigError, match=message):
+        opt.add_param_group({"params": [half]})
+    assert len(opt.param_groups) == 1 and half not in opt.inner.state
+    fitting = [(torch.float16, torch.optim.AdamW, {"eps": 1e-4}), (torch.bfloat16, torch.optim.AdamW, {})]
+    fitting += [(torch.float16, torch.optim.SGD, {}), (torch.float16, thinwire.optim.QHAdam, {})]
+    for dtype, inner, settings in fitting:
+        model = model_of(dtype=dtype)
+        opt = made(model.parameters(), inner, **settings)
+        for _ in range(2 * H):
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p) if p.requires_grad else None
+            opt.step()
+        assert all(bool(torch.isfinite(p).all()) for p in snapshot(model)), (dtype, inner)
 
 
 @every

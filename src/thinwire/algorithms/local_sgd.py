@@ -13,7 +13,8 @@ it per worker, and there is one round every H steps.
 
 from __future__ import annotations
 
-from typing import Unpack
+from collections.abc import Mapping
+from typing import Any, Unpack
 
 from torch.optim import Optimizer
 
@@ -57,8 +58,12 @@ class LocalSGD(Wrapper):
     ):
         """Wrap `inner`."""
         super().__init__(inner, link, H=H, codec=codec, slots={"anchor": "param"}, settings={"H": H}, **policy)
-        for p in self._active:
-            if not self.codec.holds(p.dtype):
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Refuse parameters that the wire would round."""
+        super().check_group(group)
+        for p in group["params"]:
+            if p.requires_grad and not self.codec.holds(p.dtype):
                 raise ConfigError(
                     f"LocalSGD sends parameters themselves, so {self.codec!r} would round {p.dtype} weights at every round: "
                     "use a dense codec at least as wide, or DiLoCo(outer_lr=1, outer_momentum=0), which sends differences"

@@ -110,7 +110,7 @@ class StreamingDiLoCo(Streaming, Wrapper):
         assert self.arrived.pending is not None
         mean, _ = self.arrived.pending.wait()
         self.commit()
-        x, a, m = (self._part(name, self.which(self.due)) for name in ("param", "anchor", "momentum"))
+        x, a, m = (self._part(name, self.arrived.which) for name in ("param", "anchor", "momentum"))
         D = self.merge.merged(mean, self.shards)
         self.outer.step(a, D, m)  # m <- mu m + D;  a <- a - eta (D + mu m)
         alpha = 0.0 if self.arrived.last else self.alpha
@@ -125,7 +125,7 @@ class StreamingDiLoCo(Streaming, Wrapper):
         if self.shards.any(not all_finite(self.params())):
             super().restore()
         else:
-            which = self.which(self.due)
+            which = self.arrived.which
             overwrite(self._part("param", which), self._part("anchor", which))
 
     def _part(self, name: str, which: list[int]) -> list[Tensor]:

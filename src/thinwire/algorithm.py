@@ -63,12 +63,14 @@ class _Refused:
         in_row: so many, one after the other.
         since: the step of the first of them.
         round: the number of the last of them.
+        step: the step of the last of them.
         lost: whether that one was refused because this worker's parameters were not finite.
     """
 
     in_row: int = 0
     since: int = 0
     round: int = -2
+    step: int = -1
     lost: bool = False
 
 
@@ -531,7 +533,7 @@ class Algorithm(Optimizer):
         if not 0 <= self.rounds - refused.round <= 1:  # the one before was taken, or a checkpoint was loaded
             refused.in_row, refused.since = 0, step
         refused.in_row += 1
-        refused.round, refused.lost = self.rounds, mine and not self.params_finite()
+        refused.round, refused.step, refused.lost = self.rounds, step, mine and not self.params_finite()
         common = self._common_parameters()
         everyone = len(refusal.culprits) == self.link.size > 1 and "param" not in self.replicated
         if self.shards.any(not all_finite(common)):
@@ -553,8 +555,8 @@ class Algorithm(Optimizer):
 
     @property
     def lost_parameters(self) -> bool:
-        """Whether the last round was refused because this worker's parameters were not finite."""
-        return self._refused.lost and self._refused.round == self.rounds
+        """Whether after the last step a round was refused because this worker's parameters were not finite."""
+        return self._refused.lost and self._refused.step == self.steps
 
     def params_finite(self) -> bool:
         """Whether this worker's parameters are finite, on all of its shards."""
@@ -756,7 +758,7 @@ class Algorithm(Optimizer):
             self._greeted = greeted
             raise
 
-    def check_group(self, group: Mapping[str, Any]) -> None:
+    def _check_group(self, group: Mapping[str, Any]) -> None:
         """Raise a `ConfigError` for a parameter group that this method cannot train; nothing has been made of it yet."""
         for p in group["params"]:
             if p.requires_grad and not p.is_floating_point():
@@ -766,7 +768,7 @@ class Algorithm(Optimizer):
         """Make the state slots of a new group."""
         for name in _COUNTERS:
             group[name] = self.param_groups[0].get(name, 0)
-        self.check_group(group)
+        self._check_group(group)
         for p in group["params"]:
             if not p.requires_grad:
                 self._frozen.append(p)

@@ -131,6 +131,8 @@ def check_group(group: Mapping[str, Any], *, sharded: bool) -> None:
     betas = group["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= b < 1 for b in betas):
         raise ConfigError(f"betas must be two numbers from 0 to below 1, got {betas!r}")
+    if group["phi"] == "adam":  # divides in the parameters' dtype; to whiten is done in float32
+        check_eps(group["eps"], {p.dtype for p in group.get("params", ()) if p.requires_grad}, "phi = adam")
     if group["phi"] == "muon" and sharded:
         raise ConfigError("phi='muon' needs whole matrices and these parameters are sharded: use sign or adam, or do not shard")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Unpack
 
 import torch
@@ -167,11 +167,14 @@ class Wrapper(Algorithm):
                     found.setdefault(key, []).append(local(value))
         return found
 
-    def make_inner_state(self) -> None:
+    def make_inner_state(self, *, known: Sequence[str] | None = None) -> None:
         """Make the inner optimizer's state where it is not there yet, as if it had begun at zero.
 
         A worker that has skipped a step, or has had no gradient for some parameter, has no state for it; one that averages
         moments needs them all.
+
+        Args:
+            known: the states that there may be; any where it is not given.
         """
         for p in self._active:
             if not self.inner.state.get(p):
@@ -180,6 +183,11 @@ class Wrapper(Algorithm):
                 if odd:
                     raise ConfigError(f"{type(self.inner).__name__} keeps {odd[0]!r}, which does not begin at zero")
                 self.inner.state[p] = made
+        if strange := sorted(set(self.inner_state()) - set(known)) if known is not None else []:
+            raise ConfigError(
+                f"{type(self.inner).__name__} keeps {strange[0]!r} of the parameters added, and {type(self).__name__} knows of "
+                f"{', '.join(known or [])} only: give all parameters to the constructor"
+            )
 
     # --- Parameter groups and state dicts ------------------------------------------------------------------------------
 
@@ -204,9 +212,9 @@ class Wrapper(Algorithm):
                 self.inner.state.update(inner)
             raise
 
-    def check_group(self, group: Mapping[str, Any]) -> None:
+    def _check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse an eps that is 0 in the dtype of what the inner optimizer adds it to, as that of AdamW is in float16."""
-        super().check_group(group)
+        super()._check_group(group)
         eps = group.get("eps")
         if not isinstance(eps, float):
             return

@@ -33,7 +33,7 @@ from thinwire.exchange import PendingShare
 from thinwire.links.base import Link
 from thinwire.links.mesh import shard_of
 from thinwire.links.shards import local
-from thinwire.rules import Rule, apply_shared, check_eps, check_group, whitened
+from thinwire.rules import Rule, apply_shared, check_group, whitened
 from thinwire.two_halves import TwoHalves
 
 
@@ -115,12 +115,9 @@ class DeMo(TwoHalves):
         """Only phi = adam has moments of what was received."""
         return slot == "momentum" or (self.whiten if slot.startswith("own_") else group["phi"] == "adam")
 
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        """Refuse settings of a group that make no sense."""
-        super().check_group(group)
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        super()._check_group(group)
         check_group(group, sharded=shard_of(group["params"])[1] > 1)
-        if group["phi"] == "adam":  # divides in the parameters' dtype; to whiten is done in float32
-            check_eps(group["eps"], {p.dtype for p in group["params"] if p.requires_grad}, "DeMo's phi = adam")
 
     def send(self, round: int | None = None) -> PendingShare:
         """The first half of a step: add the gradient to the momentum and send the fast part."""
@@ -142,13 +139,12 @@ class DeMo(TwoHalves):
     def apply(self, sent: PendingShare) -> None:
         """The second half: all workers apply the same."""
         shared, momentum = sent.wait(), self._sent_from
-        params = self._active[: len(momentum)]  # those of a group that was added since are not in it
-        groups = self.groups()[: len(momentum)]
+        n = len(momentum)  # without those of a group that was added since
+        params, groups, x = self._active[:n], self.groups()[:n], self.params()[:n]
         self.commit()
         shared.take_from(momentum, scale=[group["alpha"] for group in groups])  # m_i <- m_i - alpha q_i
         m, v = ([local(self.state[p][name]) if name in self.state[p] else None for p in params] for name in ("m", "v"))
         squares = self.shards.totals(shared.squares()) if any(g["phi"] == "unit" for g in groups) else []
         rms = [math.sqrt(s / max(1, p.numel())) for s, p in zip(squares, params, strict=False)]
         counts = [self.state[p].get("updates") for p in params]
-        x = self.params()[: len(momentum)]
         apply_shared(shared, x, groups, m=m, v=v, counts=counts, rms=rms)  # x <- x - lr (phi(Q) + wd x)

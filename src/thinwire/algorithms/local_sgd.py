@@ -59,9 +59,8 @@ class LocalSGD(Wrapper):
         """Wrap `inner`."""
         super().__init__(inner, link, H=H, codec=codec, slots={"anchor": "param"}, settings={"H": H}, **policy)
 
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        """Refuse parameters that the wire would round."""
-        super().check_group(group)
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        super()._check_group(group)
         for p in group["params"]:
             if p.requires_grad and not self.codec.holds(p.dtype):
                 raise ConfigError(

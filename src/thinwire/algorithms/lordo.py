@@ -111,9 +111,8 @@ class LoRDO(StateAveraging):
         torch._foreach_add_(a, D)  # a <- a + D
         self._sources = [D if self.projection == "global" else self.gradients()]  # of the new projectors
 
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        """Refuse settings of a group that make no sense."""
-        super().check_group(group)
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        super()._check_group(group)
         low_rank.check_group(group, settings=self.settings, sharded=shard_of(group["params"])[1] > 1)
 
     def local_step(self) -> None:

@@ -104,27 +104,12 @@ class MTDAO(StateAveraging, Wrapper):
         self.replicated |= {name for name in slots if name.startswith("agreed_")}
         self.states = tuple(self._state(name, period, codecs[name]) for name, period in periods.items())
 
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        """Refuse parameters that the wire would round, where nothing is there to keep what it rounds off."""
-        super().check_group(group)
-        for p in group["params"]:
-            if "residual" not in self._slots and not self.codec.holds(p.dtype):
-                raise ConfigError(
-                    f"{self.codec!r} would round parameters of {p.dtype}, and those that {type(self).__name__} was made with "
-                    "are narrower: give all of them to the constructor, which then sends differences"
-                )
-
     def _adopt(self, group: dict[str, Any]) -> None:
         super()._adopt(group)
-        if self._wrapping:  # the constructor makes the states of all
-            return
-        self.make_inner_state()
-        known = {state.name for state in self.states}
-        if strange := sorted(key for key in self.inner_state() if key not in known):
-            raise ConfigError(
-                f"the parameters added have a state {strange[0]!r}, for which there is no period: the states are "
-                f"{', '.join(sorted(known))}; give all parameters to the constructor"
-            )
+        if not self._wrapping:  # the constructor makes the states of all
+            self.make_inner_state(known=[state.name for state in self.states])
+            if "residual" not in self._slots and not all(self.codec.holds(p.dtype) for p in group["params"]):
+                raise ConfigError(f"{self.codec!r} would round the parameters added: give all of them to the constructor")
 
     def _state(self, name: str, period: Schedule, codec: Codec) -> State:
         if name != "param":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -19,9 +20,10 @@ from thinwire.agreement import handshake, running_statistics, tell_all
 from thinwire.algorithm import Algorithm
 from thinwire.algorithms import DataParallel, found
 from thinwire.codecs import parse_codec
-from thinwire.errors import CheckpointError, ConfigError, NonFiniteRound
+from thinwire.errors import BlownUp, CheckpointError, ConfigError, NonFiniteRound
 from thinwire.links import Link, Metered, SoloLink, TorchLink
 from thinwire.links.ddp import MeteredDDP
+from thinwire.payload import Payload
 from thinwire.run.config import ALONE, RunConfig, resolve_algorithm
 from thinwire.run.inner import inner_of, refuse_slow_settings
 from thinwire.tasks import make_task
@@ -29,6 +31,8 @@ from thinwire.tasks.task import Task
 from thinwire.wrapper import Wrapper
 
 log = logging.getLogger("thinwire")
+
+_BAD_LOSSES = 8  # so many steps in a row with a loss that is not finite, on all workers, are no accident
 
 
 @dataclass(frozen=True)
@@ -114,15 +118,30 @@ class Trainer:
         self.optimizer.check_total(config.steps)
         self.step, self.seconds, self._before = 0, 0.0, 0.0
         self.unsaved = ""  # why the last checkpoint could not be written
+        self._bad_losses = 0  # the last so many steps of this worker had a loss that is not finite
+        self._save_waits = False  # whether a checkpoint is due and waits for parameters that are finite
 
     def run(self, watch: Watcher, *, checkpoints: Path | None = None, checkpoint_every: int = 0) -> Progress:
         """Train to the end; resumes from the newest checkpoint if `resume` was called before.
+
+        No checkpoint is written of parameters that are not finite, so that the last good one is never removed for a bad one.
 
         Args:
             watch: called after every step.
             checkpoints: folder to save into; None saves nothing.
             checkpoint_every: steps between two checkpoints; 0 saves none.
+
+        Raises:
+            BlownUp: on all workers, where their numbers are lost.
         """
+        try:
+            return self._run(watch, checkpoints, checkpoint_every)
+        except BlownUp as error:
+            saved = checkpoint.finished(checkpoints) if checkpoints is not None else []
+            kept = f"the checkpoint of step {checkpoint.step_of(saved[-1])} is kept" if saved else "there is no checkpoint"
+            raise BlownUp(f"{error}; {kept}", since=error.since) from error
+
+    def _run(self, watch: Watcher, checkpoints: Path | None, checkpoint_every: int) -> Progress:
         config = self.config
         if self.ddp:  # its exchanges do not pass through our gates
             handshake(self.link.link, self.optimizer.fingerprint())
@@ -141,14 +160,20 @@ class Trainer:
             evaluate = last or (together and _passed(config.eval_every, evaluated, self.step))
             due = checkpoint_every > 0 and (last or _passed(checkpoint_every, saved, self.step))
             save = checkpoints is not None and together and due
-            evaluated, saved = self.step if evaluate else evaluated, self.step if save else saved
+            self._bad_losses = 0 if math.isfinite(loss) else self._bad_losses + 1
+            fit = False
             if evaluate or save:
                 self._stop_clock()
+                fit = self._check_numbers(last)
             progress = self._progress(float(loss), self.evaluate() if evaluate else None)
             watch(progress)
-            if save:
+            if last and not math.isfinite((progress.validation or {}).get("loss", 0.0)):
+                raise self.optimizer.blown_up("the validation loss at the end is not finite", since=self.step)
+            if save and fit:
                 assert checkpoints is not None
                 self._save_or_warn(checkpoints)
+            evaluated = self.step if evaluate else evaluated
+            saved = self.step if save and fit else saved  # what could not be saved is tried again at the next step
             if evaluate or save:
                 self._start_clock()
         return progress
@@ -195,20 +220,58 @@ class Trainer:
         """What the finite gate does for every other method: DDP has averaged a NaN, so nobody takes this step."""
         names = ", ".join(f"rank {r}" for r in culprits)
         what = f"step {self.step + 1} refused on all {self.link.size} workers: NaN or Inf in the contribution of {names}"
-        self.optimizer.refuse(NonFiniteRound(what, culprits=culprits))
+        self.optimizer.refuse(NonFiniteRound(what, culprits=culprits), step=self.step + 1)
         self.optimizer.zero_grad()  # without gradients the step that follows changes nothing but its number
 
+    def _check_numbers(self, last: bool) -> bool:
+        """Whether all workers' numbers are fit to be saved; one byte from each, not metered.
+
+        The parameters of some workers may be bad between two rounds: the next round heals them. All workers are past that
+        where the parameters they would go back to are bad; where each one's own are (of a single worker at the end of the run
+        only: before, it goes back to the last agreed ones and tries again); or where all losses have been bad for a while.
+        Before that, parameters that give none but bad losses are not saved either: they may be finite, and out of all bounds.
+
+        Raises:
+            BlownUp: on all workers alike.
+        """
+        optimizer = self.optimizer
+        mine = (not optimizer.params_finite(), not optimizer.agreed_finite(), optimizer.lost_parameters)
+        flags = (*mine, self._bad_losses > 0, self._bad_losses >= _BAD_LOSSES)
+        byte = sum(1 << bit for bit, flag in enumerate(flags) if optimizer.shards.any(flag))
+        told = self.link.link.all_gather(Payload.of_bytes(bytes([byte]), purpose="finite", fixed=True))
+        bad, agreed, lost, losses, long = ([bool(p.to_bytes()[0] & 1 << bit) for p in told] for bit in range(len(flags)))
+        workers = f"all {self.link.size} workers" if self.link.size > 1 else "the worker"
+        if any(agreed):
+            ranks = ", ".join(f"rank {rank}" for rank, flag in enumerate(agreed) if flag)
+            raise optimizer.blown_up(f"the parameters to go on from hold NaN or Inf on {ranks}", since=self.step)
+        if all(a or b for a, b in zip(bad, lost, strict=True)) and (self.link.size > 1 or last):
+            raise optimizer.blown_up(f"the parameters of {workers} hold NaN or Inf", since=self.step)
+        if all(long):
+            what = f"the losses of {workers} have been NaN or Inf for {_BAD_LOSSES} steps or more"
+            raise optimizer.blown_up(what, since=self.step + 1 - self._bad_losses)
+        if any(bad) and not self._save_waits:
+            ranks = ", ".join(f"rank {rank}" for rank, flag in enumerate(bad) if flag)
+            log.warning("step %d: NaN or Inf in the parameters of %s, nothing is saved until they are healed", self.step, ranks)
+        self._save_waits = any(bad)
+        return not any(bad) and (last or not all(losses))
+
     def evaluate(self) -> dict[str, float]:
-        """Figures of the shared model, computed by worker 0 and told to all; not metered."""
+        """Figures of the shared model, computed by worker 0 and told to all; not metered.
+
+        `drift` is NaN where a worker's parameters are not finite, and it has no agreed ones to be compared instead.
+        """
         figures: dict[str, float] = {}
         if self.link.rank == 0:
             with self.optimizer.shared_model(self.model):
                 figures = self.task.evaluate(self.model)
-        figures["drift"] = self.optimizer.drift(self.link.link)
-        if figures["drift"] > 0:  # there is no shared model: worker 0's was evaluated, and here is the mean of all
-            with self.optimizer.shared_model(self.model, mean_over=self.link.link):
-                if self.link.rank == 0:
-                    figures |= {f"mean_{k}": v for k, v in self.task.evaluate(self.model).items()}
+        try:
+            figures["drift"] = self.optimizer.drift(self.link.link)
+            if figures["drift"] > 0:  # there is no shared model: worker 0's was evaluated, and here is the mean of all
+                with self.optimizer.shared_model(self.model, mean_over=self.link.link):
+                    if self.link.rank == 0:
+                        figures |= {f"mean_{k}": v for k, v in self.task.evaluate(self.model).items()}
+        except NonFiniteRound:  # on all workers alike
+            figures["drift"] = math.nan
         return tell_all(self.link.link, figures, float)
 
     def save(self, folder: Path) -> None:

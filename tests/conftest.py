@@ -12,16 +12,22 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests import tiers
 from tests.processes import Pool, thread_count
 
 MOST_THREADS = 80  # of a process of the pool at the end: three for each of the groups and meshes that tests share
 
 torch.set_num_threads(1)
-settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
-settings.load_profile("no clock")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job, as CI may be, ignores Ctrl-C and hands that on to what it starts; tests press it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tiers.full = "not slow" not in config.option.markexpr
+    no_clock = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
+    settings.register_profile("thinwire", no_clock, max_examples=tiers.examples(100))
+    settings.load_profile("thinwire")
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +86,7 @@ def not_tested(slow: int, skipped: Sequence[str]) -> list[str]:
         slow: how many slow tests were not selected.
         skipped: the reason of every test that was skipped, which says how to get it.
     """
-    lines = [f"{_tests(slow)}, slow: make test-full"] if slow else []
+    lines = [f"{_tests(slow)}, slow, and three quarters of the random examples: make test-full"] if slow else []
     lines += [f"{_tests(count)}, skipped: {reason}" for reason, count in Counter(skipped).most_common()]
     lines.append("GPUs and NCCL: there is no test of them here; all tests run on the CPU with gloo")
     return [*lines, "many kills of whole trainings: make chaos", "speed, and a million hostile messages: make bench"]

@@ -37,6 +37,7 @@ def settings() -> Any:
         del sys.modules[spec.name]
 
 
+@pytest.mark.slow
 def test_on_2_workers_of_2_shards(settings: Any) -> None:
     output = run(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(SCRIPT), "--steps", str(STEPS)])
     assert len(re.findall(r"step +2: training loss \d\.\d{3} ", output)) == 1, "one process speaks"

@@ -11,16 +11,17 @@ import pytest
 
 from tests.conftest import not_tested
 from tests.processes import LIMIT
+from tests.tiers import first_quick
 
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("how", [[], ["--numprocesses", "1"]], ids=["here", "xdist"])
+@pytest.mark.parametrize("how", first_quick([["--numprocesses", "1"], []]), ids=["xdist", "here"])
 def test_slow_tests_that_were_left_out_are_counted(how: list[str]) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *how, "tests/test_clean_install.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, cwd=ROOT)
     assert "= not tested =" in done.stdout, done.stdout + done.stderr
-    assert "\n1 test, slow: make test-full\n" in done.stdout
+    assert "\n1 test, slow, and three quarters of the random examples: make test-full\n" in done.stdout
 
 
 def test_every_reason_to_skip_is_told_once_with_the_number_of_tests() -> None:
@@ -28,7 +29,7 @@ def test_every_reason_to_skip_is_told_once_with_the_number_of_tests() -> None:
         "2 tests, skipped: a: do this",
         "1 test, skipped: b: do that",
     ]
-    assert not_tested(312, [])[0] == "312 tests, slow: make test-full"
+    assert not_tested(312, [])[0] == "312 tests, slow, and three quarters of the random examples: make test-full"
     assert any("GPU" in line for line in not_tested(0, []))
 
 

@@ -97,6 +97,7 @@ def final_loss(M: int, H: int, lr: float, cls: type = DiLoCo, *, reset: bool = F
     return World(M).run(worker)[0]
 
 
+@pytest.mark.slow
 def test_d2_keeping_the_inner_moments_is_better_than_resetting_them() -> None:
     assert final_loss(4, 10, 3e-3) < 0.95 * final_loss(4, 10, 3e-3, reset=True)
 
@@ -105,12 +106,14 @@ def test_d3_outer_nesterov_beats_plain_averaging_at_long_h() -> None:
     assert final_loss(4, 50, 1e-3) < 0.5 * final_loss(4, 50, 1e-3, outer_lr=1.0, outer_momentum=0.0)
 
 
+@pytest.mark.slow
 def test_d4_loss_rises_with_h() -> None:
     """That it does, not how little: ten times the H is a tenth of the outer momentum's rounds here."""
     losses = [final_loss(4, H, 1e-3) for H in (10, 50, 100)]
     assert losses[0] < 0.8 * losses[1] < 0.8 * 0.9 * losses[2]
 
 
+@pytest.mark.slow
 def test_d5_one_worker_with_outer_nesterov_beats_its_inner_optimizer_alone() -> None:
     assert final_loss(1, 50, 1e-3) < 0.5 * final_loss(1, 0, 1e-3)
 

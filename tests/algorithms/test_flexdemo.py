@@ -13,6 +13,7 @@ from tests.conformance.test_sharded import uneven
 from tests.conformance.training import assert_close, assert_same
 from tests.conformance.training import backward as backward_uneven
 from tests.processes import LIMIT, Pool
+from tests.tiers import first_quick
 from thinwire import DCT, Codec, DeMo, Float, Link, Metered, RandomK, Sign, SoloLink, Striding, TopK, TorchLink, World
 from thinwire.links import LinkDecorator, Ticket
 from thinwire.links.mesh import make_mesh, shard_model
@@ -314,7 +315,7 @@ CODECS = [DCT(4) >> TopK(3), DCT(4) >> TopK(3) >> Sign(), DCT(4) >> RandomK(0.25
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-@pytest.mark.parametrize(("kind", "shards"), [("uneven", 2), ("uneven", 4), ("one row", 2)])
+@pytest.mark.parametrize(("kind", "shards"), first_quick([("uneven", 4), ("uneven", 2), ("one row", 2)]))
 def test_shards_that_do_not_divide_or_are_empty_train(kind: str, shards: int, codec: Codec, pool: Pool) -> None:
     answers = pool.run(_awkward, 4, kind, shards, {"codec": codec, "clip_norm": 1.0}, False)
     for answer in answers:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from tests.conformance.training import assert_close, assert_same, backward, model_of, snapshot, train
+from tests.tiers import first_quick
 from thinwire import DCT, MTDAO, Codec, DataParallel, Dense, Float, Int8, Link, Metered, SoloLink, TopK, World
 from thinwire.errors import ConfigError
 from thinwire.optim import QHADOPT, QHM, QHAdam, QHMuon
@@ -125,7 +126,9 @@ def rosenbrock(x: Tensor) -> Tensor:
     return torch.stack([-2 * (1 - a) - 400 * a * r, 200 * r], -1)
 
 
-@pytest.mark.parametrize(("beta", "omega", "distance"), [(0.9, 1.0, 0.26), (0.9999, 1.0, 1.57), (0.9999, 0.95, 0.139)])
+@pytest.mark.parametrize(
+    ("beta", "omega", "distance"), first_quick([(0.9999, 0.95, 0.139), (0.9, 1.0, 0.26), (0.9999, 1.0, 1.57)])
+)
 def test_rosenbrocks_valley_as_the_paper_walks_it(beta: float, omega: float, distance: float) -> None:
     """256 workers as rows of one tensor, every state averaged over the rows; in the simulator it would take minutes."""
     M, g = 256, torch.Generator().manual_seed(0)
@@ -595,7 +598,7 @@ def on_a_quadratic(codec: Codec | None) -> list[tuple[float, int]]:
     return World(3).run(run)
 
 
-@pytest.mark.parametrize("codec", COMPRESSED, ids=repr)
+@pytest.mark.parametrize("codec", first_quick(COMPRESSED), ids=repr)
 def test_on_a_lossy_wire_parameters_are_equal_second_moments_positive_and_it_arrives(codec: Codec) -> None:
     dense, full = on_a_quadratic(None)[0]
     ours = on_a_quadratic(codec)

@@ -49,6 +49,7 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_example_trains_and_all_workers_hold_one_model() -> None:
     output = run(str(EXAMPLE), "--steps", "30", "--H", "10")
     found = re.search(r"2 workers, 3 rounds: validation loss (\d\.\d+) -> (\d\.\d+) on all of them", output)

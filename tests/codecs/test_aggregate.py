@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.tiers import examples
 from thinwire.codecs import Dense, Mean
 from thinwire.errors import ConfigError
 
@@ -161,7 +162,7 @@ def test_how_many_are_left_out(workers: int, trimmed: float, left: int) -> None:
 
 
 @given(st.data())
-@settings(calm, max_examples=300)
+@settings(calm, max_examples=examples(300))
 def test_entries_are_those_of_a_slow_loop(data: st.DataObject) -> None:
     workers, m = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 9))
     over = data.draw(st.sampled_from(["workers", "senders"]))

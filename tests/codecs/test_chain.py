@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tests.tiers import examples
 from thinwire.codecs import (
     DCT,
     All,
@@ -220,7 +221,7 @@ def assert_same(tensors: Sequence[Tensor], by_hand: Sequence[F64], tolerance: fl
 
 
 @given(chains, shapes_, rounds, seeds)
-@settings(calm, max_examples=400)
+@settings(calm, max_examples=examples(400))
 def test_length_is_predicted_exactly_and_the_message_reads_as_described(
     chain: Chain, shapes: list[Shape], round: int, seed: int
 ) -> None:
@@ -236,7 +237,7 @@ def test_length_is_predicted_exactly_and_the_message_reads_as_described(
 
 
 @given(chains, shapes_, rounds, seeds)
-@settings(calm, max_examples=400)
+@settings(calm, max_examples=examples(400))
 def test_the_error_is_what_was_not_selected_and_what_was_rounded(
     chain: Chain, shapes: list[Shape], round: int, seed: int
 ) -> None:
@@ -267,7 +268,7 @@ def test_the_error_is_what_was_not_selected_and_what_was_rounded(
 
 
 @given(chains, shapes_, rounds, seeds)
-@settings(calm, max_examples=200)
+@settings(calm, max_examples=examples(200))
 def test_rounding_is_that_of_the_value_format(chain: Chain, shapes: list[Shape], round: int, seed: int) -> None:
     """Kept coefficients against the same values written by themselves: the format sees them in the order of the blocks."""
     tensors = contribution(shapes, seed)
@@ -464,7 +465,7 @@ def test_which_chains_are_linear() -> None:
 
 
 @given(linear_chains, shapes_, rounds, st.integers(1, 4))
-@settings(calm, max_examples=150)
+@settings(calm, max_examples=examples(150))
 def test_the_mean_of_messages_decodes_to_the_mean_of_what_they_say(
     chain: Chain, shapes: list[Shape], round: int, workers: int
 ) -> None:
@@ -514,7 +515,7 @@ def test_striding_sends_everything_in_turn() -> None:
 
 
 @given(fixed_chains, shapes_, rounds, seeds)
-@settings(calm, max_examples=200)
+@settings(calm, max_examples=examples(200))
 def test_slots_say_the_same_as_tensors_byte_for_byte(chain: Chain, shapes: list[Shape], round: int, seed: int) -> None:
     tensors = contribution(shapes, seed)
     slots = empty_slots(chain, tensors, fill=math.nan)  # decay = 0 overwrites whatever was there
@@ -527,7 +528,7 @@ def test_slots_say_the_same_as_tensors_byte_for_byte(chain: Chain, shapes: list[
 
 
 @given(fixed_chains, shapes_, seeds, st.floats(0, 2), st.floats(-2, 2))
-@settings(calm, max_examples=200)
+@settings(calm, max_examples=examples(200))
 def test_accumulate_is_its_formula(chain: Chain, shapes: list[Shape], seed: int, decay: float, scale: float) -> None:
     """Slots <- decay * slots + scale * transform(tensors)."""
     old, new = contribution(shapes, seed), contribution(shapes, seed + 1)
@@ -544,7 +545,7 @@ def test_accumulate_is_its_formula(chain: Chain, shapes: list[Shape], seed: int,
 
 
 @given(fixed_chains, shapes_, seeds, st.sampled_from([0.0, 0.5, 0.999, 1.0]), st.sampled_from([1.0, 0.1, -1.0]))
-@settings(calm, max_examples=150)
+@settings(calm, max_examples=examples(150))
 def test_to_accumulate_and_encode_in_one_pass_is_to_do_it_in_two(
     chain: Chain, shapes: list[Shape], seed: int, decay: float, scale: float
 ) -> None:
@@ -560,7 +561,7 @@ def test_to_accumulate_and_encode_in_one_pass_is_to_do_it_in_two(
 
 
 @given(fixed_chains, shapes_, rounds, seeds, st.sampled_from([1.0, 0.2, 0.5]))
-@settings(calm, max_examples=200)
+@settings(calm, max_examples=examples(200))
 def test_taking_off_leaves_exactly_what_receivers_did_not_read(
     chain: Chain, shapes: list[Shape], round: int, seed: int, alpha: float
 ) -> None:
@@ -681,7 +682,7 @@ means = st.sampled_from([
 
 
 @given(chains, shapes_, rounds, st.integers(1, 6), means, st.booleans())
-@settings(calm, max_examples=300)
+@settings(calm, max_examples=examples(300))
 def test_several_messages_are_combined_as_by_a_slow_loop(
     chain: Chain, shapes: list[Shape], round: int, workers: int, mean: Mean, weighted: bool
 ) -> None:
@@ -695,7 +696,7 @@ def test_several_messages_are_combined_as_by_a_slow_loop(
 
 
 @given(chains, shapes_, rounds, st.integers(1, 5))
-@settings(calm, max_examples=100)
+@settings(calm, max_examples=examples(100))
 def test_over_workers_the_mean_of_messages_is_the_mean_of_their_decodes(
     chain: Chain, shapes: list[Shape], round: int, workers: int
 ) -> None:
@@ -827,7 +828,7 @@ def test_a_message_of_another_length_is_refused_in_its_senders_name(chain: Chain
     ),
     st.data(),
 )
-@settings(calm, max_examples=200)
+@settings(calm, max_examples=examples(200))
 def test_any_bytes_decode_to_finite_tensors_or_are_refused(chain: Chain, data: st.DataObject) -> None:
     like = contribution([(17, 19), (5,)])
     raw = bytearray(chain.encode(like).to_bytes())

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.tiers import examples
 from thinwire.codecs.bits import pack, packed_nbytes, unpack
 from thinwire.codecs.indices import Bitmap, EliasFano, IndexCode, Packed, Ranked, index_code
 from thinwire.errors import WireError
@@ -361,7 +362,7 @@ def test_padding_that_is_not_zero_is_refused(code: IndexCode) -> None:
 
 
 @given(st.data())
-@settings(calm, max_examples=300)
+@settings(calm, max_examples=examples(300))
 def test_any_bytes_are_a_set_or_are_refused(data: st.DataObject) -> None:
     L, k = data.draw(st.sampled_from([(5, 2), (64, 4), (100, 30), (61, 2), (4096, 8), (64, 40)]))
     code = data.draw(st.sampled_from(all_codes(L, k)))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.tiers import examples
 from thinwire.codecs import DCT, Hadamard, Identity
 from thinwire.codecs import layout as module
 from thinwire.codecs.layout import BATCH, Grid, Layout, Piece, as_matrix, matrix_of, padded
@@ -95,7 +96,7 @@ def test_blocks_are_numbered_through_and_batches_are_bounded(shapes: list[Shape]
 
 
 @given(some_shapes, transforms, st.sampled_from([20, 300, BATCH]), st.integers(0, 1000))
-@settings(calm, max_examples=60)
+@settings(calm, max_examples=examples(60))
 def test_places_are_those_of_a_slow_loop(shapes: list[Shape], transform: Transform, limit: int, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BATCH", limit)

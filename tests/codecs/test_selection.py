@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tests.tiers import examples
 from thinwire.codecs import All, RandomK, Striding, TopK
 from thinwire.codecs.selection import Selection, largest
 from thinwire.codecs.shared_seed import numbers
@@ -159,7 +160,7 @@ def test_the_largest_may_all_lie_in_one_column_or_in_one_run(k: int, step: int) 
 
 
 @given(st.data())
-@settings(calm, max_examples=200)
+@settings(calm, max_examples=examples(200))
 def test_any_blocks(data: st.DataObject) -> None:
     block = data.draw(st.sampled_from(BLOCKS))
     L = math.prod(block)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.tiers import examples
 from thinwire.codecs import Float, Fp4, Int8, Sign, TwoBit
 from thinwire.codecs.bits import packed_nbytes
 from thinwire.codecs.values import Scaled, Values
@@ -87,7 +88,7 @@ def test_any_range_reads_as_from_the_whole(values: Values) -> None:
     st.integers(1, 12),
     st.tuples(st.floats(0, 1), st.floats(0, 1)),
 )
-@settings(calm, max_examples=400)
+@settings(calm, max_examples=examples(400))
 def test_any_values_at_any_range(values: Values, x: list[float], k: int, at: tuple[float, float]) -> None:
     """Subnormal, tiny and huge values in one group, too."""
     if values == Float("fp16"):
@@ -395,7 +396,7 @@ def test_padding_that_is_not_zero_is_refused(values: Scaled) -> None:
 
 
 @given(st.sampled_from(FORMATS), st.data())
-@settings(calm, max_examples=300)
+@settings(calm, max_examples=examples(300))
 def test_any_bytes_are_finite_values_or_are_refused(values: Values, data: st.DataObject) -> None:
     count, k = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 8))
     nbytes = values.nbytes_of(count, k)

@@ -20,6 +20,7 @@ from tests.conformance.training import (
     train,
 )
 from tests.processes import LIMIT, Pool
+from tests.tiers import first_quick
 from thinwire import Link, TorchLink, World
 from thinwire.links.mesh import make_mesh, shard_model
 from thinwire.links.shards import reshard
@@ -83,7 +84,7 @@ def _unsharded(link: Link, name: str, dtype: torch.dtype, poison: bool) -> tuple
     return snapshot(model), agreed, opt.aborted_rounds
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", first_quick([torch.float32, torch.bfloat16]), ids=["fp32", "bf16"])
 def test_2x2_equals_2_unsharded_workers(name: str, dtype: torch.dtype, pool: Pool) -> None:
     sharded = pool.run(_sharded, 4, name, dtype, False)
     unsharded = World(2).run(lambda link: _unsharded(link, name, dtype, False))

@@ -68,7 +68,7 @@ def _load(link: TorchLink, folder: Path, mesh: tuple[int, int] | None, settings:
 
 
 @pytest.mark.parametrize("settings", [{}, {"phi": "adam", "delay": True}], ids=["unit", "adam with a round under way"])
-@pytest.mark.parametrize("mesh", [(2, 2), (4, 1), (1, 4)], ids=str)
+@pytest.mark.parametrize("mesh", [(2, 2), *(pytest.param(m, marks=pytest.mark.slow) for m in [(4, 1), (1, 4)])], ids=str)
 def test_the_same_mesh_resumes_bit_for_bit(mesh: tuple[int, int], settings: dict[str, Any], tmp_path: Path, pool: Pool) -> None:
     """Shards that do not divide, an empty one, and a slot as large as the whole parameter are among them."""
     straight = pool.run(_save, 4, tmp_path, mesh, settings)

@@ -323,6 +323,7 @@ def test_several_simulated_runs_at_once_give_what_one_at_a_time_gives_and_failur
     assert (alone.folder / "metrics.jsonl").read_text() == (good.folder / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_real_processes_go_on_from_a_checkpoint_after_ctrl_c(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,6 +385,7 @@ def test_a_lab_that_cannot_be_is_refused_before_anything_is_made(
         assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.slow
 @real
 def test_a_comparison_in_the_lab(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "c"

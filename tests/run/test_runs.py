@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.processes import LIMIT, until
+from tests.tiers import first_quick
 from thinwire.run.cli import main
 from thinwire.run.config import RunConfig
 
@@ -26,6 +27,13 @@ def thinwire(*arguments: object, launcher: tuple[str, ...] = (), check: bool = T
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def simulated(*arguments: object) -> None:
+    """A run in the simulator, in this process."""
+    with pytest.raises(SystemExit) as ended:
+        main(["sim", *map(str, arguments)])
+    assert ended.value.code == 0
 
 
 def summary(folder: Path) -> dict:
@@ -178,10 +186,19 @@ def test_training_goes_on_when_nobody_reads_its_output(tmp_path: Path) -> None:
 
 def test_under_torchrun_it_joins_the_job(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    joined = tmp_path / "joined"
+    thinwire("train", "--algorithm", "local-adam", *QUICK, "--out", joined, launcher=launcher)
+    simulated("--algorithm", "local-adam", *QUICK, "--workers", 2, "--out", tmp_path / "simulated")
+    assert summary(joined)["workers"] == 2
+    assert summary(joined)["val_loss"] == pytest.approx(summary(tmp_path / "simulated")["val_loss"], abs=1e-6)
+
+
+@pytest.mark.slow
+def test_under_torchrun_it_ends_like_a_run_of_its_own_and_is_not_overwritten(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     joined, started = tmp_path / "joined", tmp_path / "started"
     thinwire("train", "--algorithm", "local-adam", *QUICK, "--out", joined, launcher=launcher)
     thinwire("train", "--algorithm", "local-adam", *QUICK, "--out", started)
-    assert summary(joined)["workers"] == 2
     assert summary(joined)["val_loss"] == summary(started)["val_loss"]
     again = thinwire("train", "--algorithm", "local-adam", *QUICK, "--out", joined, launcher=launcher, check=False)
     assert again.returncode != 0
@@ -200,18 +217,19 @@ def test_resume_with_another_number_of_workers_says_what_was_re_initialised(tmp_
 
 
 def test_sharded_workers_end_like_whole_ones(tmp_path: Path) -> None:
-    settings = ["--algorithm", "diloco", "--batch", 2, "--steps", 12, "--H", 4, "--eval-every", 5, "--checkpoint-every", 6]
-    thinwire("train", *settings, "--workers", 2, "--out", tmp_path / "whole")
-    thinwire("train", *settings, "--workers", 2, "--shards", 2, "--out", tmp_path / "sharded")
+    settings = ["--algorithm", "diloco", "--batch", 2, "--steps", 12, "--H", 4, "--eval-every", 5]
+    simulated(*settings, "--workers", 2, "--out", tmp_path / "whole")
+    thinwire("train", *settings, "--workers", 2, "--shards", 2, "--checkpoint-every", 6, "--out", tmp_path / "sharded")
     whole, sharded = summary(tmp_path / "whole"), summary(tmp_path / "sharded")
     assert sharded["val_loss"] == pytest.approx(whole["val_loss"], abs=1e-5)
     assert sharded["sent"] == pytest.approx(whole["sent"] / 2, rel=0.01), "each process sends its shard only"
 
 
-def test_ddp_and_data_parallel_and_the_simulator_agree(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", first_quick([[], [("train", "data-parallel")]]), ids=["ddp", "data-parallel too"])
+def test_ddp_and_data_parallel_and_the_simulator_agree(others: list[tuple[str, str]], tmp_path: Path) -> None:
     settings = ["--task", "gpt-nano", "--batch", "1", "--steps", "10", "--workers", "2", "--eval-every", "0"]
     losses = {}
-    for command, algorithm in (("train", "ddp"), ("train", "data-parallel"), ("sim", "ddp")):
+    for command, algorithm in (("train", "ddp"), *others, ("sim", "ddp")):
         out = tmp_path / f"{command}-{algorithm}"
         thinwire(command, "--algorithm", algorithm, *settings, "--out", out)
         losses[command, algorithm] = summary(out)["val_loss"]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.tiers import examples
 
 from thinwire.errors import ConfigError
 from thinwire.tasks import make_task
@@ -95,7 +96,7 @@ def test_split_depends_on_the_seed():
     assert not np.array_equal(a[0], c[0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     labels=st.lists(st.integers(0, 9), min_size=20, max_size=100),
     workers=st.integers(1, 20),

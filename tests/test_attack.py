@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,9 @@ import thinwire
 from tests.conformance.training import model_of, sgd, snapshot, train
 from tests.processes import Pool
 from tests.test_agreement import normed, normed_backward
-from thinwire import DCT, Link, TopK, World
+from thinwire import DCT, Link, TopK, World, checkpoint
 from thinwire.agreement import broadcast, drift, handshake, read_json, tell_all
-from thinwire.errors import Diverged, FingerprintMismatch, NonFiniteRound, WireError
+from thinwire.errors import BlownUp, CheckpointError, Diverged, FingerprintMismatch, NonFiniteRound, WireError
 from thinwire.links import LinkDecorator, Metered, Ticket
 from thinwire.links.ddp import MeteredDDP
 from thinwire.links.torch import TorchLink
@@ -33,6 +34,7 @@ from thinwire.run.commands.train import _agree_on_folder
 from thinwire.run.config import RunConfig
 from thinwire.run.doctor import inspect_machine, machine_of, measure, tell_each_other
 from thinwire.run.start import TrainPlace
+from thinwire.run.train import Trainer
 
 Forge = Callable[[Payload], Payload]
 
@@ -316,6 +318,37 @@ def _broadcast(link: Link) -> tuple[str, str]:
 
 
 # What a hostile worker does in an exchange of each purpose, and what all workers must come to.
+def _checkpoint(link: Link) -> tuple[str, str]:
+    """More of them, and what is left on disk, are in tests/run/test_checkpoint_attack.py."""
+    model = model_of()
+    opt = thinwire.DiLoCo(sgd(model.parameters()), link, H=2)
+    used = Hostile(link, "checkpoint", garbage, 1) if link.rank == 1 else link
+    with tempfile.TemporaryDirectory() as folder:
+        shared = tell_all(link, {"folder": folder}, str)["folder"]
+        ended = outcome(lambda: checkpoint.save(Path(shared), model, opt, used))
+        link.all_gather(Payload.of_bytes(b"done", purpose="round", fixed=True))  # until here the folder is in use
+    return ended
+
+
+def all_bits(payload: Payload) -> Payload:
+    return payload.like(torch.full_like(payload.data, 255))
+
+
+def _finite(link: Link) -> tuple[str, str]:
+    used = Hostile(link, "finite", all_bits) if link.rank == 1 else link
+    trainer = Trainer(RunConfig(task="quadratic", steps=4, device="cpu", settings={"H": 2}), used)
+    return outcome(lambda: trainer.run(lambda _: None))
+
+
+def _refusals(link: Link) -> tuple[str, str]:
+    used = (
+        Hostile(link, "refusals", lambda payload: payload.like(torch.full_like(payload.data, 255))) if link.rank == 1 else link
+    )
+    model = model_of()
+    opt = thinwire.NoLoCo(sgd(model.parameters()), used, H=2, on_nonfinite="raise")
+    return outcome(lambda: train(model, opt, link.rank, 4))
+
+
 ATTACKS: dict[str, list[tuple[Callable[..., tuple[str, str]], tuple[Any, ...], type[Exception] | str]]] = {
     "round": [(_round, (), NonFiniteRound), (_gathered_round, (), WireError)],
     "alarm": [(_alarm, (), Diverged)],
@@ -328,6 +361,9 @@ ATTACKS: dict[str, list[tuple[Callable[..., tuple[str, str]], tuple[Any, ...], t
     "pace": [(_pace, (value,), WireError) for value in (float("nan"), float("inf"), -1.0)],
     "doctor": [(_doctor, (TEXTS[name],), WireError) for name in ("nothing", "no text", "deep lists", "a list", "a key twice")],
     "broadcast": [(_broadcast, (), "0.0")],
+    "checkpoint": [(_checkpoint, (), CheckpointError)],
+    "finite": [(_finite, (), BlownUp)],
+    "refusals": [(_refusals, (), NonFiniteRound)],
 }
 ELSEWHERE = {
     "handshake": "test_a_hostile_handshake_ends_on_all_workers_with_a_short_message",

@@ -59,7 +59,8 @@ class Processes:
         if cause is not None:
             reason = str(cause) if isinstance(cause, CheckpointError) else problem.format(f"{type(cause).__name__}: {cause}")
             verdict = {"failed": _printable(reason)}
-        texts = [_parsed(raw) for raw in self._gather(_padded([self.worker, self.shard, verdict]))]
+        raws = self._gather(_padded([self.worker, self.shard, verdict]))
+        texts = [_parsed(raw, worker=place % self.workers) for place, raw in enumerate(raws)]
         if cause is not None:
             raise CheckpointError(verdict["failed"]) from cause
         for _, text in texts:
@@ -81,16 +82,16 @@ def _padded(said: list[object]) -> bytes:
     return raw.ljust(_LENGTH)
 
 
-def _parsed(raw: bytes) -> tuple[tuple[int, int], dict[str, str]]:
-    """What a process said, whatever it sent."""
+def _parsed(raw: bytes, *, worker: int) -> tuple[tuple[int, int], dict[str, str]]:
+    """What a process of a worker said, whatever it sent."""
     try:
-        worker, shard, said = json.loads(raw)
+        number, shard, said = json.loads(raw)
         ((key, text),) = said.items()
-        if type(worker) is int and type(shard) is int and key in ("told", "failed") and isinstance(text, str):
+        if number == worker and type(shard) is int and key in ("told", "failed") and isinstance(text, str):
             return (worker, shard), {key: text}
     except (ValueError, TypeError, AttributeError, RecursionError):
         pass
-    return (-1, -1), {"failed": "a worker sent something else than its status"}
+    return (worker, -1), {"failed": f"rank {worker} sent something else than its status"}
 
 
 def _printable(text: str) -> str:

@@ -118,7 +118,8 @@ class StreamingDiLoCo(Streaming, Wrapper):
 
     def whole_round(self) -> bool:
         """Whether all workers are equal after this round."""
-        return super().whole_round() or (self.alpha == 0 and len(self.due) == self.schedule.fragments)
+        everything = len(self.due) == self.schedule.fragments and len(self.arrived.which) == len(self._active)
+        return super().whole_round() or (self.alpha == 0 and everything)
 
     def restore(self) -> None:
         """The fragments of a refused round go back to their anchor; everything does where this worker's numbers are bad."""

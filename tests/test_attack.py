@@ -24,7 +24,7 @@ from tests.processes import Pool
 from tests.test_agreement import normed, normed_backward
 from thinwire import DCT, Link, TopK, World, checkpoint
 from thinwire.agreement import broadcast, drift, handshake, read_json, tell_all
-from thinwire.errors import BlownUp, CheckpointError, Diverged, FingerprintMismatch, NonFiniteRound, WireError
+from thinwire.errors import TrainingDiverged, CheckpointError, Diverged, FingerprintMismatch, NonFiniteRound, WireError
 from thinwire.links import LinkDecorator, Metered, Ticket
 from thinwire.links.ddp import MeteredDDP
 from thinwire.links.torch import TorchLink
@@ -362,7 +362,7 @@ ATTACKS: dict[str, list[tuple[Callable[..., tuple[str, str]], tuple[Any, ...], t
     "doctor": [(_doctor, (TEXTS[name],), WireError) for name in ("nothing", "no text", "deep lists", "a list", "a key twice")],
     "broadcast": [(_broadcast, (), "0.0")],
     "checkpoint": [(_checkpoint, (), CheckpointError)],
-    "finite": [(_finite, (), BlownUp)],
+    "finite": [(_finite, (), TrainingDiverged)],
     "refusals": [(_refusals, (), NonFiniteRound)],
 }
 ELSEWHERE = {

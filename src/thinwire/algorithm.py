@@ -28,7 +28,7 @@ from thinwire.codecs import Chain, Codec, Dense, Mean
 from thinwire.codecs.base import check_codec
 from thinwire.codecs.chain import PerTensor
 from thinwire.errors import (
-    BlownUp,
+    TrainingDiverged,
     CheckpointError,
     ConfigError,
     Diverged,
@@ -81,7 +81,7 @@ class Policy(TypedDict, total=False):
         on_abort: after a round that did not take place, "keep" the local progress (the next round carries it along) or
             "restore" the last agreed parameters.
         on_nonfinite: after a NaN or Inf, "skip" the step or round and go on, or "raise" on every worker.
-        give_up_after: raise `BlownUp` on every worker when so many rounds in a row were refused for a NaN or Inf; 0 never. By
+        give_up_after: raise `TrainingDiverged` on every worker when so many rounds in a row were refused for a NaN or Inf; 0 never. By
             default 8, and 32 for methods that exchange at every step: there a GradScaler, whose scale starts at 65536, may
             rightly refuse up to 16 first steps. See `Algorithm.refuse` for what does not wait for so many.
         alarm_every: compare a hash of what must be bit-equal every so many rounds; 0 never.
@@ -496,7 +496,7 @@ class Algorithm(Optimizer):
     def refuse(self, refusal: RoundAborted, *, step: int | None = None) -> None:
         """Go on without a round that did not take place, or raise, as the policies say.
 
-        A round that was refused for a NaN or Inf is not gone on from, and `BlownUp` is raised on all workers, where
+        A round that was refused for a NaN or Inf is not gone on from, and `TrainingDiverged` is raised on all workers, where
 
         * the parameters that all workers have in common are not finite: no later round can make them so;
         * all of two or more workers were to blame, and with local steps: the parameters of each have gone bad since the last
@@ -516,16 +516,16 @@ class Algorithm(Optimizer):
             raise refusal
         self.aborted_rounds += 1
         mine = poisoned and self.link.rank in refusal.culprits
-        blown_up = self._count(refusal, self.steps if step is None else step) if poisoned else None
-        if blown_up is None:
+        diverged = self._count(refusal, self.steps if step is None else step) if poisoned else None
+        if diverged is None:
             log.warning("%s; training goes on without it", refusal)
         if self.on_abort == "restore" or mine:
             self.restore()
-        if blown_up is not None:
-            raise blown_up
+        if diverged is not None:
+            raise diverged
 
-    def _count(self, refusal: NonFiniteRound, step: int) -> BlownUp | None:
-        """Count a refused round; the error to raise where training has blown up."""
+    def _count(self, refusal: NonFiniteRound, step: int) -> TrainingDiverged | None:
+        """Count a refused round; the error to raise where training has diverged."""
         mine = self.link.rank in refusal.culprits
         if self.in_pairs and not mine:
             return None
@@ -544,14 +544,14 @@ class Algorithm(Optimizer):
             what = f"{refused.in_row} rounds in a row were refused"
         else:
             return None
-        return self.blown_up(f"{what} ({refusal})", since=refused.since)
+        return self.training_diverged(f"{what} ({refusal})", since=refused.since)
 
-    def blown_up(self, what: str, *, since: int) -> BlownUp:
-        """The error for training that has blown up: what was found, since which step, and what is the likely cause."""
+    def training_diverged(self, what: str, *, since: int) -> TrainingDiverged:
+        """The error for training that has diverged: what was found, since which step, and what is the likely cause."""
         rates = sorted({float(group["lr"]) for group in self.param_groups if "lr" in group})
         lr = f" (lr is {', '.join(f'{rate:g}' for rate in rates)})" if rates else ""
         cause = f"most likely the learning rate is too high{lr}, or the data hold NaN or Inf"
-        return BlownUp(f"training has blown up at step {since}: {what}; {cause}", since=since)
+        return TrainingDiverged(f"training has diverged at step {since}: {what}; {cause}", since=since)
 
     @property
     def lost_parameters(self) -> bool:
@@ -594,7 +594,7 @@ class Algorithm(Optimizer):
         except RuntimeError as error:
             if "without overflow" not in str(error):
                 raise
-            raise self.blown_up(f"the size of a step overflows ({error})", since=self.steps) from error
+            raise self.training_diverged(f"the size of a step overflows ({error})", since=self.steps) from error
 
     # --- Gates ---------------------------------------------------------------------------------------------------------------
 

@@ -69,8 +69,8 @@ class NonFiniteRound(RoundAborted):
         self.culprits = tuple(culprits)
 
 
-class BlownUp(ThinwireError, RuntimeError):
-    """Training has blown up: all workers' numbers are lost, or rounds are refused again and again. Raised on all workers."""
+class TrainingDiverged(ThinwireError, RuntimeError):
+    """Training has diverged: all workers' numbers are lost, or rounds are refused again and again. Raised on all workers."""
 
     def __init__(self, message: str, *, since: int):
         """Keep the step at which it was first seen in `since`."""

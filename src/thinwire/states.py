@@ -226,7 +226,7 @@ class StateAveraging(Algorithm):
         if isinstance(refusal, NonFiniteRound) and "anchor" not in self._slots:
             self._set_counter("sick", sorted({*self.sick, *refusal.culprits}))
             if len(self.sick) == self.link.size:
-                raise self.blown_up(f"no worker is left to heal the others ({refusal})", since=self.steps)
+                raise self.training_diverged(f"no worker is left to heal the others ({refusal})", since=self.steps)
             if self.link.rank in refusal.culprits:
                 for t in self.message():
                     t.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

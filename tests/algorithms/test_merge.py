@@ -82,7 +82,7 @@ def test_tensors_of_zeros() -> None:
 def test_vectors_that_cancel_have_no_direction() -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     (D,) = merged([[x], [-x]])
-    assert D.norm() <= 1e-6 * x.norm(), "rounding is not blown up to a step"
+    assert D.norm() <= 1e-6 * x.norm(), "rounding is not diverged to a step"
 
 
 def test_tensors_are_merged_one_by_one() -> None:

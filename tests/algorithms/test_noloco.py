@@ -15,7 +15,7 @@ from thinwire import DiLoCo, Flaky, Int8, Link, LocalSGD, Metered, Network, NoLo
 from thinwire.algorithms.noloco import partner_of
 from thinwire.codecs import Dense
 from thinwire.codecs.wire import HEADER_NBYTES
-from thinwire.errors import BlownUp, ConfigError, LinkError, NonFiniteRound
+from thinwire.errors import TrainingDiverged, ConfigError, LinkError, NonFiniteRound
 from thinwire.run.config import RunConfig
 from thinwire.run.train import Trainer
 
@@ -374,14 +374,14 @@ def test_a_worker_that_is_to_blame_again_and_again_gives_up_and_its_partners_do_
                     model.first.weight[0, 0] = float("nan")
             try:
                 opt.step()
-            except (BlownUp, LinkError) as error:  # the second: one who was left alone
+            except (TrainingDiverged, LinkError) as error:  # the second: one who was left alone
                 return str(error), opt.rounds
             opt.zero_grad()
         return "went on", opt.rounds
 
     mine, *others = World(4).run(worker)
     assert mine[1] == 4
-    assert "training has blown up at step 2: 3 rounds in a row were refused (round 4 refused by rank" in mine[0]
+    assert "training has diverged at step 2: 3 rounds in a row were refused (round 4 refused by rank" in mine[0]
     assert all(not said.startswith("training") for said, _ in others)
 
 
@@ -392,7 +392,7 @@ def test_two_workers_that_both_lose_their_numbers_stop_at_once() -> None:
         backward(model, link.rank, 1)
         with torch.no_grad():
             model.first.weight.fill_(float("inf"))
-        with pytest.raises(BlownUp) as error:
+        with pytest.raises(TrainingDiverged) as error:
             opt.step()
         return str(error.value)
 

@@ -247,7 +247,7 @@ def test_on_nonfinite_raise_stops_all_workers_together_with_the_culprit_named(na
         assert ("; all 3 workers stop" if ALGORITHMS[name].in_pairs else "refused on all 3 workers: ") in message
 
 
-# --- Training that blows up ----------------------------------------------------------------------------------------------
+# --- Training that diverges ------------------------------------------------------------------------------------------------
 
 
 @every
@@ -264,7 +264,7 @@ def test_workers_that_all_lose_their_numbers_stop_together(name: str) -> None:
         for step in range(H + 1, 3 * H + 1):
             try:
                 train(model, opt, link.rank, 1, first=step)
-            except thinwire.errors.BlownUp as error:
+            except thinwire.errors.TrainingDiverged as error:
                 return step, str(error), error.since, opt.rounds
         return 0, "went on", 0, 0
 
@@ -272,7 +272,7 @@ def test_workers_that_all_lose_their_numbers_stop_together(name: str) -> None:
     assert len({(step, since, rounds) for step, _, since, rounds in results}) == 1, "at the same step"
     for step, message, since, _ in results:
         assert H < since <= step
-        assert f"training has blown up at step {since}: the " in message
+        assert f"training has diverged at step {since}: the " in message
         assert "in the contribution of rank 0, rank 1" in message or name == "noloco"
         assert "most likely the learning rate is too high (lr is 0.0" in message
         assert "or the data hold NaN or Inf" in message
@@ -306,7 +306,7 @@ def test_refusals_in_a_row_end_in_the_same_error_on_all_workers(name: str, size:
                 _spoil(opt, model)
             try:
                 opt.step()
-            except thinwire.errors.BlownUp as error:
+            except thinwire.errors.TrainingDiverged as error:
                 return str(error), opt.rounds, opt.aborted_rounds
             opt.zero_grad()
         return "went on", opt.rounds, opt.aborted_rounds
@@ -351,7 +351,7 @@ def test_workers_give_up_after_the_same_number(name: str) -> None:
 
 @every
 def test_a_grad_scaler_that_starts_too_high_comes_down_on_all_workers(name: str) -> None:
-    """It finds an Inf in the gradients of all workers at its first steps: no sign of training that has blown up."""
+    """It finds an Inf in the gradients of all workers at its first steps: no sign of training that has diverged."""
 
     def worker(link: thinwire.Link) -> tuple:
         model = model_of()

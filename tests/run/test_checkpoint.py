@@ -171,6 +171,18 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert checkpoint.load(checkpoint.finished(tmp_path)[-1], model, opt, SoloLink()).step == 5
 
 
+def test_the_newest_finite_one_is_kept_whatever_comes_after_it(tmp_path: Path) -> None:
+    model = model_of()
+    opt = build("diloco", model.parameters(), SoloLink())
+    for step in range(1, 7):
+        train(model, opt, 0, 1, first=step)
+        if step >= 3:
+            with torch.no_grad():
+                model.gain.fill_(float("inf"))
+        checkpoint.save(tmp_path, model, opt, SoloLink(), keep=2)
+    assert [p.name for p in checkpoint.finished(tmp_path)] == ["step-00000002", "step-00000005", "step-00000006"]
+
+
 def _batchnorm_run(link: TorchLink, folder: Path, save: bool) -> tuple:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))

@@ -43,6 +43,9 @@ from thinwire.checkpoint.resize import fill_for_another_world, fill_for_other_sh
 from thinwire.errors import CheckpointError
 from thinwire.links.base import Link
 from thinwire.links.shards import local, region_of, reshard, with_local
+from thinwire.payload import all_finite
+
+_FINITE = "finite"
 
 # The run that a model of this process is trained in: its first checkpoint gives it an id, a loaded one hands its own on. By the
 # model, since a warm start changes the optimizer in the middle of a run.
@@ -95,14 +98,14 @@ def save(
     processes = Processes(link, optimizer._active)
     name = f"step-{optimizer.steps:08d}"
     aside = folder / f".writing-{name}"
-    own: list[Path] = []  # finished checkpoints of this run, known to the first process
+    own: dict[Path, bool] = {}  # finished checkpoints of this run, and whether they are finite; known to the first process
     problem = f"could not write the checkpoint of step {optimizer.steps}: {{}}; older ones are untouched"
 
     def prepare() -> str:
         if not processes.first:
             return ""
         run = _RUNS.get(model) or secrets.token_hex(8)
-        own.extend(_of_this_run(folder, run))
+        own.update(_of_this_run(folder, run))
         for left in folder.glob(".writing-*"):
             shutil.rmtree(left, ignore_errors=True)
         aside.mkdir(parents=True)
@@ -114,14 +117,17 @@ def save(
     def finish() -> str:
         if not processes.first:
             return ""
-        checksums = _checksums(sums, processes)
+        checksums, finite = _checksums(sums, processes)
         tensors = describe_tensors(aside, checksums, {"run": run, "step": optimizer.steps})
-        description = describe(optimizer, run=run, workers=processes.workers, shards=processes.shards, tensors=tensors)
+        description = describe(
+            optimizer, run=run, workers=processes.workers, shards=processes.shards, finite=finite, tensors=tensors
+        )
         write_description(aside, description)
         write_sums(aside, checksums | {DESCRIPTION: sum_of(aside / DESCRIPTION)})
         target = free_name(folder, name)
         publish(aside, target)
-        remove_old([*(p for p in finished(folder) if p in {*own, target})], target, keep)
+        own[target] = finite
+        remove_old({p: own[p] for p in finished(folder) if p in own}, target, keep)
         return target.name
 
     try:
@@ -188,9 +194,9 @@ def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link) -> Resu
 # --- Writing ---------------------------------------------------------------------------------------------------------------
 
 
-def _of_this_run(folder: Path, run: str) -> list[Path]:
+def _of_this_run(folder: Path, run: str) -> dict[Path, bool]:
     """The finished checkpoints of a run; one that cannot be read is left alone, one of another run is a `CheckpointError`."""
-    own = []
+    own = {}
     for path in finished(folder):
         try:
             other, _ = read_description(path)
@@ -201,17 +207,17 @@ def _of_this_run(folder: Path, run: str) -> list[Path]:
                 f"{folder} holds a checkpoint of another run (step {other.step}, {other.algorithm}): "
                 "load it first to go on with that run, or save into another folder"
             )
-        own.append(path)
+        own[path] = other.finite
     return own
 
 
 def _write_files(
     aside: Path, model: nn.Module, optimizer: Algorithm, processes: Processes, run: str, extra: Mapping[str, float]
 ) -> str:
-    """Write this process's files; returns a line with the checksum and name of each."""
+    """Write this process's files; returns a line with the name and checksum of each, and whether parameters are finite."""
     worker, shard = processes.worker, processes.shard
     state = flat_state(model, optimizer, worker, shard, extra)
-    lines = []
+    lines = [_FINITE] if all_finite(optimizer.params()) else []
     for owner in ("replicated", f"worker{worker}"):
         if owner == "replicated" and worker != 0:
             continue
@@ -224,15 +230,16 @@ def _write_files(
     return "\n".join(lines)
 
 
-def _checksums(told: list[str], processes: Processes) -> dict[str, str]:
-    """The checksum of every file by its name, from what all processes told."""
-    checksums = {name: value for name, _, value in (line.partition(" ") for line in "\n".join(told).splitlines())}
+def _checksums(told: list[str], processes: Processes) -> tuple[dict[str, str], bool]:
+    """The checksum of every file by its name, from what all processes told, and whether all found their parameters finite."""
+    lines = "\n".join(told).splitlines()
+    checksums = {name: value for name, _, value in (line.partition(" ") for line in lines if line != _FINITE)}
     owners = ["replicated", *(f"worker{worker}" for worker in range(processes.workers))]
     expected = {file_of(owner, shard) for owner in owners for shard in range(processes.shards)}
     if checksums.keys() != expected:
         odd = sorted(checksums.keys() ^ expected)[0][:80]
         raise CheckpointError(f"the workers did not write the files that make a checkpoint: {odd!r} is missing or unknown")
-    return checksums
+    return checksums, all(_FINITE in text.splitlines() for text in told)
 
 
 # --- Reading ---------------------------------------------------------------------------------------------------------------

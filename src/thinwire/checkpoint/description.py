@@ -40,6 +40,7 @@ class Description:
         shards: processes per worker.
         algorithm: name of the optimizer's class.
         inner: name of the inner optimizer's class; None without one.
+        finite: whether the parameters of all workers were.
         settings: of the algorithm, for people to read.
         slots: names of the state that the algorithm keeps per parameter.
         groups: the parameter groups with all their settings and the counters.
@@ -52,6 +53,7 @@ class Description:
     shards: int
     algorithm: str
     inner: str | None
+    finite: bool
     settings: dict[str, Any]
     slots: list[str]
     groups: list[dict[str, Any]]
@@ -63,7 +65,9 @@ class Description:
         return {"run": self.run, "step": self.step}
 
 
-def describe(optimizer: Algorithm, *, run: str, workers: int, shards: int, tensors: dict[str, Stored]) -> Description:
+def describe(
+    optimizer: Algorithm, *, run: str, workers: int, shards: int, finite: bool, tensors: dict[str, Stored]
+) -> Description:
     """The description of a checkpoint that is being written."""
     return Description(
         run=run,
@@ -72,6 +76,7 @@ def describe(optimizer: Algorithm, *, run: str, workers: int, shards: int, tenso
         shards=shards,
         algorithm=type(optimizer).__name__,
         inner=_inner_of(optimizer),
+        finite=finite,
         settings={k: v if _is_plain(v) else repr(v) for k, v in optimizer.settings.items()},
         slots=sorted(optimizer._slots),
         groups=[_plain_group(group) for group in optimizer.state_dict()["param_groups"]],
@@ -201,6 +206,7 @@ def _checked(content: dict[str, Any]) -> Description:
         shards=_count(content["shards"], 1),
         algorithm=_of(content["algorithm"], str),
         inner=None if content["inner"] is None else _of(content["inner"], str),
+        finite=_of(content["finite"], bool),
         settings=_of(content["settings"], dict),
         slots=_of(content["slots"], list),
         groups=groups,

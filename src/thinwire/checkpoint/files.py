@@ -66,18 +66,22 @@ def free_name(folder: Path, name: str) -> Path:
     return folder / (f"{name}.{number}" if number else name)
 
 
-def remove_old(mine: Sequence[Path], target: Path, keep: int) -> None:
+def remove_old(mine: Mapping[Path, bool], target: Path, keep: int) -> None:
     """Leave `target` and what is newest before it, each step once; later steps are of a run that was given up.
 
+    The newest whose parameters were finite is left in any case: a run that diverges cannot push it out.
+
     Args:
-        mine: finished checkpoints of this run, oldest first; no others are touched.
+        mine: finished checkpoints of this run, oldest first, and whether their parameters were finite; no others are touched.
         target: the one just written.
         keep: how many to leave.
     """
-    so_far = mine[: mine.index(target) + 1]
+    everything = list(mine)
+    so_far = everything[: everything.index(target) + 1]
     newest = {step_of(path): path for path in so_far}
     kept = set(list(newest.values())[-max(1, keep) :])
-    for path in mine:
+    kept |= set([path for path in newest.values() if mine[path]][-1:])
+    for path in everything:
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
 

@@ -20,7 +20,7 @@ from thinwire.agreement import handshake, running_statistics, tell_all
 from thinwire.algorithm import Algorithm
 from thinwire.algorithms import DataParallel, found
 from thinwire.codecs import parse_codec
-from thinwire.errors import BlownUp, CheckpointError, ConfigError, NonFiniteRound
+from thinwire.errors import TrainingDiverged, CheckpointError, ConfigError, NonFiniteRound
 from thinwire.links import Link, Metered, SoloLink, TorchLink
 from thinwire.links.ddp import MeteredDDP
 from thinwire.payload import Payload
@@ -132,14 +132,14 @@ class Trainer:
             checkpoint_every: steps between two checkpoints; 0 saves none.
 
         Raises:
-            BlownUp: on all workers, where their numbers are lost.
+            TrainingDiverged: on all workers, where their numbers are lost.
         """
         try:
             return self._run(watch, checkpoints, checkpoint_every)
-        except BlownUp as error:
+        except TrainingDiverged as error:
             saved = checkpoint.finished(checkpoints) if checkpoints is not None else []
             kept = f"the checkpoint of step {checkpoint.step_of(saved[-1])} is kept" if saved else "there is no checkpoint"
-            raise BlownUp(f"{error}; {kept}", since=error.since) from error
+            raise TrainingDiverged(f"{error}; {kept}", since=error.since) from error
 
     def _run(self, watch: Watcher, checkpoints: Path | None, checkpoint_every: int) -> Progress:
         config = self.config
@@ -168,7 +168,7 @@ class Trainer:
             progress = self._progress(float(loss), self.evaluate() if evaluate else None)
             watch(progress)
             if last and not math.isfinite((progress.validation or {}).get("loss", 0.0)):
-                raise self.optimizer.blown_up("the validation loss at the end is not finite", since=self.step)
+                raise self.optimizer.training_diverged("the validation loss at the end is not finite", since=self.step)
             if save and fit:
                 assert checkpoints is not None
                 self._save_or_warn(checkpoints)
@@ -232,7 +232,7 @@ class Trainer:
         Before that, parameters that give none but bad losses are not saved either: they may be finite, and out of all bounds.
 
         Raises:
-            BlownUp: on all workers alike.
+            TrainingDiverged: on all workers alike.
         """
         optimizer = self.optimizer
         mine = (not optimizer.params_finite(), not optimizer.agreed_finite(), optimizer.lost_parameters)
@@ -243,12 +243,12 @@ class Trainer:
         workers = f"all {self.link.size} workers" if self.link.size > 1 else "the worker"
         if any(agreed):
             ranks = ", ".join(f"rank {rank}" for rank, flag in enumerate(agreed) if flag)
-            raise optimizer.blown_up(f"the parameters to go on from hold NaN or Inf on {ranks}", since=self.step)
+            raise optimizer.training_diverged(f"the parameters to go on from hold NaN or Inf on {ranks}", since=self.step)
         if all(a or b for a, b in zip(bad, lost, strict=True)) and (self.link.size > 1 or last):
-            raise optimizer.blown_up(f"the parameters of {workers} hold NaN or Inf", since=self.step)
+            raise optimizer.training_diverged(f"the parameters of {workers} hold NaN or Inf", since=self.step)
         if all(long):
             what = f"the losses of {workers} have been NaN or Inf for {_BAD_LOSSES} steps or more"
-            raise optimizer.blown_up(what, since=self.step + 1 - self._bad_losses)
+            raise optimizer.training_diverged(what, since=self.step + 1 - self._bad_losses)
         if any(bad) and not self._save_waits:
             ranks = ", ".join(f"rank {rank}" for rank, flag in enumerate(bad) if flag)
             log.warning("step %d: NaN or Inf in the parameters of %s, nothing is saved until they are healed", self.step, ranks)

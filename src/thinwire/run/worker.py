@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.logging import RichHandler
 
-from thinwire.errors import ConfigError, ThinwireError
+from thinwire.errors import CheckpointError, ConfigError, ThinwireError, TrainingDiverged
 from thinwire.links import Link, SoloLink, TorchLink, connect, disconnect
 from thinwire.links.heartbeat import Heartbeat
 from thinwire.links.mesh import make_mesh, shard_model
@@ -135,7 +135,8 @@ def main() -> None:
         sys.exit(_say(f"thinwire: error: {error}", EXIT_NOT_SAVED))
     except ThinwireError as error:
         # Leave at once: destroying a broken process group could wait for the lost rank.
-        _say(f"thinwire: {error}", EXIT_FAILED)
+        if rank == "0" or not isinstance(error, TrainingDiverged | CheckpointError):  # those say the same on all workers
+            _say(f"thinwire: {error}", EXIT_FAILED)
         Heartbeat.end(error)
         os._exit(EXIT_FAILED)
 

@@ -16,7 +16,7 @@ from tests.conformance.training import snapshot
 from tests.processes import Pool
 from thinwire import Link, World
 from thinwire.algorithms import found
-from thinwire.errors import BlownUp
+from thinwire.errors import TrainingDiverged
 from thinwire.links import SoloLink
 from thinwire.run import checkpoint
 from thinwire.run.cli import main
@@ -76,14 +76,14 @@ def test_an_absurd_learning_rate_ends_in_the_same_error_on_all_workers(algorithm
     def worker(link: Link) -> str:
         try:
             return f"ended well: {Trainer(config, link).run(nobody)}"
-        except BlownUp as error:
+        except TrainingDiverged as error:
             return str(error)
 
     messages = World(workers).run(worker)
     if algorithm != "alone":  # where each worker has a run of its own
         assert len(set(messages)) == 1
     for message in messages:
-        assert message.startswith("training has blown up at step ")
+        assert message.startswith("training has diverged at step ")
         assert "most likely the learning rate is too high (lr is " in message
         assert message.endswith("or the data hold NaN or Inf; there is no checkpoint")
         assert "\n" not in message
@@ -95,7 +95,7 @@ def test_no_checkpoint_of_bad_parameters_takes_the_place_of_a_good_one(algorithm
     settings = {} if algorithm in ("data-parallel", "demo") else {"H": 4}
     config = config_of(algorithm, settings=settings, inner=None if algorithm in ("demo", "lordo") else "sgd")
     trainer = Trainer(config, SoloLink(), task=Poisoned(factor, first=11, workers=1))
-    with pytest.raises(BlownUp, match=r"training has blown up at step \d+: .*; the checkpoint of step 10 is kept"):
+    with pytest.raises(TrainingDiverged, match=r"training has diverged at step \d+: .*; the checkpoint of step 10 is kept"):
         trainer.run(nobody, checkpoints=tmp_path, checkpoint_every=2)
     assert [checkpoint.step_of(path) for path in checkpoint.finished(tmp_path)] == [8, 10]
     resumed = Trainer(config, SoloLink(), task=Scaled(1, first=1, workers=1))
@@ -104,19 +104,19 @@ def test_no_checkpoint_of_bad_parameters_takes_the_place_of_a_good_one(algorithm
     assert math.isfinite(resumed.run(nobody, checkpoints=tmp_path, checkpoint_every=2).loss)
 
 
-def _blows_up(link: Link, algorithm: str, folder: Path) -> tuple[str, int]:
+def _diverges(link: Link, algorithm: str, folder: Path) -> tuple[str, int]:
     config = config_of(algorithm, settings={"H": 4} if algorithm == "diloco" else {})
     trainer = Trainer(config, link, task=Poisoned(math.inf, first=11, workers=link.size))
     try:
         trainer.run(nobody, checkpoints=folder, checkpoint_every=2)
-    except BlownUp as error:
+    except TrainingDiverged as error:
         return str(error), trainer.step
     return "ended well", trainer.step
 
 
 @pytest.mark.parametrize("algorithm", ["ddp", "diloco"])
 def test_real_processes_stop_together_and_keep_the_last_good_checkpoint(algorithm: str, tmp_path: Path, pool: Pool) -> None:
-    first, *others = pool.run(_blows_up, 4, algorithm, tmp_path)
+    first, *others = pool.run(_diverges, 4, algorithm, tmp_path)
     assert others == [first] * 3
     assert first[0].endswith("; the checkpoint of step 10 is kept")
     assert [checkpoint.step_of(path) for path in checkpoint.finished(tmp_path)] == [8, 10]
@@ -151,12 +151,12 @@ def test_losses_that_are_nan_on_all_workers_end_the_run(algorithm: str, workers:
     config = config_of(algorithm, steps=24, inner=None if algorithm == "lordo" else "sgd")
 
     def worker(link: Link) -> str:
-        with pytest.raises(BlownUp) as error:
+        with pytest.raises(TrainingDiverged) as error:
             Trainer(config, link, task=Scaled(math.nan, first=5, workers=workers)).run(nobody)
         return str(error.value)
 
     for message in World(workers).run(worker):
-        assert "training has blown up at step 5: the losses of " in message
+        assert "training has diverged at step 5: the losses of " in message
         assert "have been NaN or Inf for 8 steps or more" in message
 
 
@@ -178,7 +178,7 @@ def test_a_model_whose_validation_loss_is_not_finite_is_no_result() -> None:
             return {"loss": math.inf}
 
     task = Overflows("quadratic", seed=0, workers=1, batch=None, non_iid=None)
-    with pytest.raises(BlownUp, match="training has blown up at step 4: the validation loss at the end is not finite"):
+    with pytest.raises(TrainingDiverged, match="training has diverged at step 4: the validation loss at the end is not finite"):
         Trainer(config_of("diloco", steps=4), SoloLink(), task=task).run(nobody)
 
 
@@ -202,7 +202,7 @@ def test_train_says_so_in_a_line_and_with_its_exit_code(tmp_path: Path) -> None:
     assert done.returncode == 1
     said = done.stderr.splitlines()
     assert "Traceback" not in done.stdout + done.stderr
-    assert any(line.startswith("thinwire: training has blown up at step ") for line in said), done.stderr
+    assert any(line.startswith("thinwire: training has diverged at step ") for line in said), done.stderr
     assert said[-1].startswith("thinwire: error: worker ")
     assert not (tmp_path / "run" / "summary.json").exists()
 
@@ -212,7 +212,7 @@ def test_sim_says_so_in_a_line_and_with_its_exit_code(tmp_path: Path, capfd: pyt
         main(["sim", "--algorithm", "ddp", *QUICK, "--lr", "1e38", "--out", str(tmp_path / "run")])
     assert ended.value.code == 1
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("thinwire: ")]
-    assert line.startswith("thinwire: error: training has blown up at step 3: the parameters of all workers hold NaN or Inf")
+    assert line.startswith("thinwire: error: training has diverged at step 3: the parameters of all workers hold NaN or Inf")
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
@@ -223,7 +223,7 @@ def test_compare_goes_on_with_the_other_arms(jobs: str, tmp_path: Path, capfd: p
         main(["compare", *arms, *QUICK, "--lr", "0.05", "--sim", "--jobs", jobs, "--out", str(tmp_path)])
     assert ended.value.code == 1
     out, _ = capfd.readouterr()
-    assert "failed: diloco --H 4 --lr 1e38, seed 0: training has blown up at step 4: " in out
+    assert "failed: diloco --H 4 --lr 1e38, seed 0: training has diverged at step 4: " in out
     assert "Traceback" not in out
     (record,) = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     assert record["arm"] == "ddp"

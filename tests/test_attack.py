@@ -24,7 +24,7 @@ from tests.processes import Pool
 from tests.test_agreement import normed, normed_backward
 from thinwire import DCT, Link, TopK, World, checkpoint
 from thinwire.agreement import broadcast, drift, handshake, read_json, tell_all
-from thinwire.errors import TrainingDiverged, CheckpointError, Diverged, FingerprintMismatch, NonFiniteRound, WireError
+from thinwire.errors import CheckpointError, Diverged, FingerprintMismatch, NonFiniteRound, TrainingDiverged, WireError
 from thinwire.links import LinkDecorator, Metered, Ticket
 from thinwire.links.ddp import MeteredDDP
 from thinwire.links.torch import TorchLink

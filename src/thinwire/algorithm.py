@@ -28,12 +28,12 @@ from thinwire.codecs import Chain, Codec, Dense, Mean
 from thinwire.codecs.base import check_codec
 from thinwire.codecs.chain import PerTensor
 from thinwire.errors import (
-    TrainingDiverged,
     CheckpointError,
     ConfigError,
     Diverged,
     NonFiniteRound,
     RoundAborted,
+    TrainingDiverged,
     check_choice,
     check_whole_number,
 )
@@ -81,9 +81,9 @@ class Policy(TypedDict, total=False):
         on_abort: after a round that did not take place, "keep" the local progress (the next round carries it along) or
             "restore" the last agreed parameters.
         on_nonfinite: after a NaN or Inf, "skip" the step or round and go on, or "raise" on every worker.
-        give_up_after: raise `TrainingDiverged` on every worker when so many rounds in a row were refused for a NaN or Inf; 0 never. By
-            default 8, and 32 for methods that exchange at every step: there a GradScaler, whose scale starts at 65536, may
-            rightly refuse up to 16 first steps. See `Algorithm.refuse` for what does not wait for so many.
+        give_up_after: raise `TrainingDiverged` on every worker when so many rounds in a row were refused for a NaN or Inf; 0
+            never. By default 8, and 32 for methods that exchange at every step: there a GradScaler, whose scale starts at
+            65536, may rightly refuse up to 16 first steps. See `Algorithm.refuse` for what does not wait for so many.
         alarm_every: compare a hash of what must be bit-equal every so many rounds; 0 never.
         on_divergence: when that comparison fails, "raise" or "warn".
         buffers: what is not trained but should be the same everywhere, averaged in float32 after rounds:

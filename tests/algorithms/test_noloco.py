@@ -15,7 +15,7 @@ from thinwire import DiLoCo, Flaky, Int8, Link, LocalSGD, Metered, Network, NoLo
 from thinwire.algorithms.noloco import partner_of
 from thinwire.codecs import Dense
 from thinwire.codecs.wire import HEADER_NBYTES
-from thinwire.errors import TrainingDiverged, ConfigError, LinkError, NonFiniteRound
+from thinwire.errors import ConfigError, LinkError, NonFiniteRound, TrainingDiverged
 from thinwire.run.config import RunConfig
 from thinwire.run.train import Trainer
 

@@ -20,7 +20,7 @@ from thinwire.agreement import handshake, running_statistics, tell_all
 from thinwire.algorithm import Algorithm
 from thinwire.algorithms import DataParallel, found
 from thinwire.codecs import parse_codec
-from thinwire.errors import TrainingDiverged, CheckpointError, ConfigError, NonFiniteRound
+from thinwire.errors import CheckpointError, ConfigError, NonFiniteRound, TrainingDiverged
 from thinwire.links import Link, Metered, SoloLink, TorchLink
 from thinwire.links.ddp import MeteredDDP
 from thinwire.payload import Payload

@@ -16,7 +16,7 @@ from tests.tiers import first_quick
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("how", first_quick([["--numprocesses", "1"], []]), ids=["xdist", "here"])
+@pytest.mark.parametrize("how", first_quick([[], ["--numprocesses", "1"]]), ids=["here", "xdist"])
 def test_slow_tests_that_were_left_out_are_counted(how: list[str]) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *how, "tests/test_clean_install.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, cwd=ROOT)

@@ -409,7 +409,7 @@ def test_des_loc_averages_momenta_three_times_and_second_moments_six_times_less_
     ],
     ids=["dense", "int8", "outer", "mixed"],
 )
-@pytest.mark.parametrize("cut", [5, 9])
+@pytest.mark.parametrize("cut", first_quick([5, 9]))
 def test_it_resumes_bit_for_bit_between_rounds(settings: dict[str, Any], cut: int) -> None:
     total = 25
     saved: dict[int, bytes] = {}

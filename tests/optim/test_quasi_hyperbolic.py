@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.processes import LIMIT
+from tests.tiers import first_quick
 from thinwire.errors import ConfigError
 from thinwire.optim import QHADOPT, QHM, QHAdam, QHMuon, QuasiHyperbolic, quasi_hyperbolic
 
@@ -158,7 +159,7 @@ def test_gradients_may_lie_otherwise_than_their_parameter() -> None:
 
 
 @every
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", first_quick([torch.float32, torch.bfloat16]))
 def test_how_tensors_are_cut_changes_no_bit(kind: type, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [(), (1000,), (33, 7), (5, 4, 3, 3), (17,), (64, 4)]
 

@@ -430,6 +430,7 @@ def test_the_page_escapes_names_and_says_where_runs_were_made(page: Path) -> Non
     assert not re.search(r'(?:src|href)="(?!#)', text) and "@import" not in text and "url(http" not in text
 
 
+@pytest.mark.slow
 def test_ten_arms_of_three_seeds_are_a_small_file(tmp_path: Path) -> None:
     records = [
         made_record(f"arm {i}", seed=seed, loss=1.7 + 0.02 * i, message=10**6 >> i, every=i + 1, steps=2000, drift=0.1)

@@ -170,9 +170,10 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def test_training_goes_on_when_nobody_reads_its_output(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", first_quick(["sim", "train"]))
+def test_training_goes_on_when_nobody_reads_its_output(command: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    arguments = f"train --algorithm diloco {' '.join(QUICK)} --eval-every 1 --workers 2 --out {out}"
+    arguments = f"{command} --algorithm diloco {' '.join(QUICK)} --eval-every 1 --workers 2 --out {out}"
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {sys.executable} -m thinwire {arguments} | head -1"],
         capture_output=True,

@@ -171,7 +171,8 @@ class Algorithm(Optimizer):
         self.alarm_every, self.on_divergence = alarm_every, on_divergence
         self.settings = dict(settings or {})
         self.buffers = [b for b in buffers if b.is_floating_point()]
-        self._starting_buffers = hash_tensors([local(b) for b in self.buffers])  # the first forward pass changes them
+        # Now, since the first forward pass changes them; the planner's, on the meta device, have no values.
+        self._starting_buffers = hash_tensors([local(b) for b in self.buffers if not b.is_meta])
         self._agreed_buffers: list[Tensor] = []  # as they were averaged last
         every_step = bool(self.schedule.due(1) and self.schedule.due(2))
         self.buffers_every = buffers_every or (32 if every_step else 1)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import LIMIT
 from thinwire import SoloLink, checkpoint
 from thinwire.run.config import RunConfig
 from thinwire.run.display import MetricsFile
@@ -23,7 +24,7 @@ SETTINGS += ["--workers", "2", "--checkpoint-every", "20"]
 
 def _train(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "thinwire", "train", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
 
 
 @pytest.fixture
@@ -77,7 +78,10 @@ def test_a_disk_that_is_full_before_the_run_goes_on(small_disk: Path) -> None:
 
 def test_metrics_that_cannot_be_written_do_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     point = Progress(step=1, loss=0.5, seconds=1.0, items=1, sent=0, received=0, payload=0, rounds=0, waiting=0.0)
-    metrics = MetricsFile(Path("/dev/full"))
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics(point)
+    metrics.close()
+    metrics._file = Path("/dev/full").open("wb", buffering=0)  # every write fails as on a full disk
     metrics(point)
     metrics(point)
     metrics.close()

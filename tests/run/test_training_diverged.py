@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from tests.conformance.training import snapshot
 from tests.processes import Pool
-from thinwire import Link, World
+from thinwire import Link, World, checkpoint
 from thinwire.algorithms import found
 from thinwire.errors import TrainingDiverged
 from thinwire.links import SoloLink
-from thinwire.run import checkpoint
 from thinwire.run.cli import main
 from thinwire.run.config import PRESETS, RunConfig
 from thinwire.run.train import Progress, Trainer

@@ -15,7 +15,10 @@ def _same_arithmetic(name: str) -> bool:
     return golden.read(name)["control"] == golden.control()
 
 
-@pytest.mark.parametrize(("place", "name", "size", "gather"), golden.set_ups())
+@pytest.mark.parametrize(
+    ("place", "name", "size", "gather"),
+    [pytest.param(*key, marks=pytest.mark.slow) if key[0] == "sim" and key[2] == 3 else key for key in golden.set_ups()],
+)
 def test_a_conformance_set_up_gives_what_it_gave(place: str, name: str, size: int, gather: bool, pool: Pool) -> None:
     before = golden.read("conformance")["entries"][repr((place, name, size, gather))]
     found = golden.measure_set_up(place, name, size, gather, pool)

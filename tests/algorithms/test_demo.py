@@ -308,6 +308,7 @@ def _on_a_mesh(_: Link) -> tuple[int, list[list[Tensor] | str], str]:
     return link.rank, seen, refused
 
 
+@pytest.mark.slow
 def test_on_a_mesh_every_rule_does_what_it_does_unsharded_and_muon_is_refused(pool: Pool) -> None:
     expected = [run(2, 3, shapes=[(8, 6), (8,)], gradient=blind, **settings) for settings in _ON_A_MESH]
     failed = []

@@ -29,11 +29,11 @@ def _train(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 100 kB."""
+    """A real file system of 64 kB."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", disk], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True, text=True, check=False
     )
     if mounted.returncode:
         pytest.skip(f"a small file system cannot be mounted here (needs root): {mounted.stderr.strip()}")
@@ -43,12 +43,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_disk_that_fills_up_during_the_run(small_disk: Path) -> None:
     out = small_disk / "run"
-    done = _train(*SETTINGS, "--steps", 300, "--out", out)  # metrics and checkpoints take more
+    done = _train(*SETTINGS, "--steps", 120, "--out", out)  # metrics and checkpoints take more
     said = done.stdout + done.stderr
     assert done.returncode == 1, said
     assert "validation loss" in done.stdout, "the result is told"
-    assert "after 300 steps on 2 workers" in done.stdout
-    assert "the run ended after 300 steps as shown above, but could not be saved whole: metrics.jsonl: No space left" in said
+    assert "after 120 steps on 2 workers" in done.stdout
+    assert "the run ended after 120 steps as shown above, but could not be saved whole: metrics.jsonl: No space left" in said
     assert "Traceback" not in said, said
     kept = checkpoint.finished(out / "checkpoints")
     assert kept, "what was saved before is there"
@@ -60,9 +60,10 @@ def test_a_disk_that_fills_up_during_the_run(small_disk: Path) -> None:
     resumed = _train("--resume", "--out", out)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert f"resumed from step {checkpoint.step_of(kept[-1])}" in resumed.stdout
-    assert json.loads((out / "summary.json").read_text())["step"] == 300
+    assert json.loads((out / "summary.json").read_text())["step"] == 120
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_before_the_run_goes_on(small_disk: Path) -> None:
     out = small_disk / "run"
     assert _train(*SETTINGS, "--steps", 40, "--out", out).returncode == 0
@@ -81,7 +82,7 @@ def test_metrics_that_cannot_be_written_do_not_stop_the_run(tmp_path: Path, capl
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     metrics(point)
     metrics.close()
-    metrics._file = Path("/dev/full").open("wb", buffering=0)  # every write fails as on a full disk
+    metrics._file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115 (every write fails as on a full disk)
     metrics(point)
     metrics(point)
     metrics.close()

@@ -27,6 +27,7 @@ from tests.conformance.training import (
     build,
     codec_of,
     model_of,
+    named,
     sgd,
     shared,
     snapshot,
@@ -40,13 +41,13 @@ from thinwire.network import ring_traffic
 from thinwire.streaming import Streaming
 from thinwire.wrapper import Wrapper
 
-every = pytest.mark.parametrize("name", NAMES)
-wrappers = pytest.mark.parametrize("name", [n for n in NAMES if issubclass(ALGORITHMS[n], Wrapper)])
+every = pytest.mark.parametrize("name", named())
+wrappers = pytest.mark.parametrize("name", named(lambda n: issubclass(ALGORITHMS[n], Wrapper)))
 periodic_and_whole = pytest.mark.parametrize(
     "name",
     [n for n, c in ALGORITHMS.items() if "H" in inspect.signature(c.__init__).parameters and not c.sends_fragments],
 )
-drifting = pytest.mark.parametrize("name", [n for n in NAMES if "param" not in ALGORITHMS[n].replicated])
+drifting = pytest.mark.parametrize("name", named(lambda n: "param" not in ALGORITHMS[n].replicated))
 
 
 @every

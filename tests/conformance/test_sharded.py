@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from tests.conformance.training import (
     ALGORITHMS,
-    NAMES,
     H,
     assert_close,
     assert_same,
     backward,
     build,
     codec_of,
+    named,
     smooth,
     snapshot,
     train,
@@ -25,7 +25,7 @@ from thinwire import Link, TorchLink, World
 from thinwire.links.mesh import make_mesh, shard_model
 from thinwire.links.shards import reshard
 
-pytestmark = pytest.mark.parametrize("name", [n for n in NAMES if not ALGORITHMS[n].needs_whole_tensors])
+pytestmark = pytest.mark.parametrize("name", named(lambda n: not ALGORITHMS[n].needs_whole_tensors))
 
 
 class Uneven(nn.Module):

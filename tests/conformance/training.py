@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +24,13 @@ from thinwire.wrapper import Wrapper
 FIXED: dict[str, dict[str, Any]] = {name: fixed for name, (_, fixed) in PRESETS.items() if fixed}
 ALGORITHMS = found() | {name: found()[PRESETS[name][0]] for name in FIXED}
 NAMES = list(ALGORITHMS)
+
+
+def named(chosen: Callable[[str], bool] = lambda _: True) -> list[Any]:
+    """Those of `NAMES` that are chosen, for `parametrize`. Presets are slow: a quick test has each class."""
+    return [name if name in found() else pytest.param(name, marks=pytest.mark.slow) for name in NAMES if chosen(name)]
+
+
 H = 4  # every method with a period gets this one
 
 

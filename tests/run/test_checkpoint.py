@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from tests.conformance.test_sharded import uneven
-from tests.conformance.training import ALGORITHMS, NAMES, H, adamw, assert_same, build, model_of, sgd, snapshot, train
+from tests.conformance.training import ALGORITHMS, H, adamw, assert_same, build, model_of, named, sgd, snapshot, train
 from tests.processes import LIMIT, Pool
+from tests.tiers import first_quick
 from thinwire import Link, SoloLink, TorchLink, Wrapper, checkpoint
 from thinwire.checkpoint.files import read_sums, sum_of, write_sums
 from thinwire.errors import CheckpointError
@@ -43,7 +44,7 @@ def _load_and_train_on(link: TorchLink, name: str, folder: Path) -> tuple:
     return snapshot(model), resumed, start
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", named())
 def test_the_same_world_resumes_bit_for_bit_mid_interval(name: str, tmp_path: Path, pool: Pool) -> None:
     straight = pool.run(_save_then_train_on, 2, name, tmp_path)
     resumed = pool.run(_load_and_train_on, 2, name, tmp_path)
@@ -52,7 +53,7 @@ def test_the_same_world_resumes_bit_for_bit_mid_interval(name: str, tmp_path: Pa
         assert (result.step, result.extra, result.notes) == (STOP, {"sent": 100.0 + rank}, [])
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if ALGORITHMS[n].replicated])
+@pytest.mark.parametrize("name", named(lambda n: bool(ALGORITHMS[n].replicated)))
 @pytest.mark.parametrize("size", [1, 4])
 def test_another_number_of_workers_takes_over_what_is_shared(name: str, size: int, tmp_path: Path, pool: Pool) -> None:
     pool.run(_save_then_train_on, 2, name, tmp_path)
@@ -81,7 +82,7 @@ def _refused(link: Link, name: str, folder: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if not ALGORITHMS[n].replicated])
+@pytest.mark.parametrize("name", named(lambda n: not ALGORITHMS[n].replicated))
 def test_without_shared_state_the_number_of_workers_must_be_the_same(name: str, tmp_path: Path, pool: Pool) -> None:
     pool.run(_save_then_train_on, 2, name, tmp_path)
     assert "needs the 2 workers that wrote it: no shared parameters" in pool.run(_refused, 1, name, tmp_path)[0]
@@ -338,7 +339,7 @@ for step in range(1, 10_000):
 """
 
 
-@pytest.mark.parametrize("trial", range(4))
+@pytest.mark.parametrize("trial", first_quick(range(4)))
 def test_a_kill_at_any_moment_leaves_a_good_checkpoint(trial: int, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SAVES_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE, env=_environment()

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.conformance.training import NAMES, H, assert_same, build, model_of, snapshot, train
+from tests.conformance.training import H, assert_same, build, model_of, named, snapshot, train
 from tests.processes import Pool
 from thinwire import Algorithm, Link, SoloLink, World, checkpoint
 from thinwire.checkpoint.files import read_sums, sum_of, write_sums
@@ -406,7 +406,7 @@ def test_a_hostile_worker_on_real_processes(tmp_path: Path, pool: Pool) -> None:
 # --- Runs and folders ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", named())
 def test_the_simulator_saves_and_resumes_all_workers(name: str, tmp_path: Path) -> None:
     def straight(link: Link) -> list[Tensor]:
         model = model_of()

@@ -186,6 +186,7 @@ def test_training_goes_on_when_nobody_reads_its_output(command: str, tmp_path: P
     assert summary(out)["step"] == 40
 
 
+@pytest.mark.slow
 def test_under_torchrun_it_joins_the_job(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     joined = tmp_path / "joined"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.conformance.training import snapshot
-from tests.processes import Pool
+from tests.processes import LIMIT, Pool
 from thinwire import Link, World, checkpoint
 from thinwire.algorithms import found
 from thinwire.errors import TrainingDiverged
@@ -197,7 +197,7 @@ def test_train_says_so_in_a_line_and_with_its_exit_code(tmp_path: Path) -> None:
         "--out",
         str(tmp_path / "run"),
     ]
-    done = subprocess.run([sys.executable, "-m", "thinwire", *command], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, "-m", "thinwire", *command], capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 1
     said = done.stderr.splitlines()
     assert "Traceback" not in done.stdout + done.stderr
@@ -215,7 +215,7 @@ def test_sim_says_so_in_a_line_and_with_its_exit_code(tmp_path: Path, capfd: pyt
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("jobs", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_compare_goes_on_with_the_other_arms(jobs: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arms = ["diloco --H 4 --lr 1e38", "ddp"]
     with pytest.raises(SystemExit) as ended:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.codecs import plain_reader
 from tests.codecs.plain_reader import Refused
+from tests.tiers import first_quick
 from thinwire.codecs import (
     DCT,
     All,
@@ -201,13 +202,16 @@ def test_it_reads_every_index_code(code: IndexCode) -> None:
 
 @pytest.mark.parametrize(
     "chain",
-    [
-        Identity(8) >> TopK(3) >> Float("bf16"),
-        Hadamard(4) >> TopK(2) >> Int8(),
-        Identity(16) >> TopK(5) >> Fp4(3),
-        RandomK(2) >> TwoBit(),
-        TopK(4) >> Sign(),
-    ],
+    first_quick(
+        [
+            Identity(8) >> TopK(3) >> Float("bf16"),
+            Hadamard(4) >> TopK(2) >> Int8(),
+            Identity(16) >> TopK(5) >> Fp4(3),
+            RandomK(2) >> TwoBit(),
+            TopK(4) >> Sign(),
+        ],
+        quick=2,
+    ),
     ids=repr,
 )
 def test_both_readers_accept_and_refuse_the_same(chain: Chain) -> None:

@@ -701,7 +701,7 @@ def _add_and_skip(link: thinwire.Link, name: str, at: int) -> tuple[list, int]:
     return snapshot(model), opt.message_nbytes()
 
 
-@every
+@pytest.mark.parametrize("name", first_quick(NAMES, quick=6))
 def test_a_group_may_be_added_before_a_step_that_is_skipped(name: str, pool: Pool) -> None:
     for at in range(1, 2 * H + 1):
         simulated = World(2).run(lambda link, at=at: _add_and_skip(link, name, at))

@@ -54,7 +54,7 @@ def test_the_same_world_resumes_bit_for_bit_mid_interval(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", named(lambda n: bool(ALGORITHMS[n].replicated)))
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("size", first_quick([4, 1]))
 def test_another_number_of_workers_takes_over_what_is_shared(name: str, size: int, tmp_path: Path, pool: Pool) -> None:
     pool.run(_save_then_train_on, 2, name, tmp_path)
     results = pool.run(_load_and_train_on, size, name, tmp_path)

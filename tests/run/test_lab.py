@@ -276,10 +276,10 @@ if rank == 0:
     wire, _ = server.accept()
     for _ in range(3):
         left, started = size, time.monotonic()
+        wire.sendall(b"!")  # nothing is on its way before this, however late this process is
         while left:
             left -= len(wire.recv(min(left, 1 << 20)))
         print("took", time.monotonic() - started, flush=True)
-        wire.sendall(b"!")
 else:
     while True:
         try:
@@ -288,8 +288,8 @@ else:
         except OSError:
             time.sleep(0.1)
     for _ in range(3):
-        wire.sendall(bytes(size))
         wire.recv(1)
+        wire.sendall(bytes(size))
 """
 
 

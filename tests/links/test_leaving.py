@@ -72,7 +72,7 @@ seen = {"rank": rank, 3: told(lambda: exchange(links[3], 10))}
 seen[4] = told(lambda: local_sgd(links[4], finish=True))
 exchange(links[5], 1)
 seen[5] = told(lambda: exchange(links[5], 1))
-print(json.dumps(seen), flush=True)
+os.write(1, (json.dumps(seen) + "\\n").encode())  # at once: three processes write to this pipe
 sys.stdin.read()
 """
 

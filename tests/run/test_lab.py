@@ -446,6 +446,7 @@ def test_who_is_stopped_leaves_no_process_and_no_namespace_of_his(stop: signal.S
         assert lab not in net.namespaces()
 
 
+@pytest.mark.slow
 @real
 def test_a_training_in_the_lab_is_measured(tmp_path: Path) -> None:
     train = ["thinwire", "train", "--task", "quadratic", "--algorithm", "diloco", "--steps", "20", "--H", "5"]

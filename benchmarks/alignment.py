@@ -19,8 +19,8 @@ from torch import Tensor
 import thinwire
 from benchmarks import record
 from benchmarks.arms import SLOWER, WARM
-from thinwire.run import train
-from thinwire.run.config import RunConfig
+from thinwire.tools import train
+from thinwire.tools.config import RunConfig
 
 STEPS, K, ROUNDS = 512, 32, 4
 ARMS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from thinwire.run.config import RunConfig
+from thinwire.tools.config import RunConfig
 
 STEPS = {"gpt-nano": 384, "cnn-fashion": 400}
 BATCH = {"gpt-nano": 4, "cnn-fashion": 32}

@@ -94,7 +94,7 @@ class _Attempt:
 
         folder.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "thinwire.run.train", "thinwire.algorithms", "thinwire.tasks.quadratic"])
+        context.set_forkserver_preload(["torch", "thinwire.tools.train", "thinwire.algorithms", "thinwire.tasks.quadratic"])
         self._step = context.Value("i", 0)
         self._store, places = host_job(storm.workers)
         self._deadline = time.monotonic() + LIMIT
@@ -140,9 +140,9 @@ def _worker(place: dict[str, str], storm: Storm, folder: Path, step: Any) -> Non
 
     from thinwire.errors import LinkError
     from thinwire.links import connect, disconnect
-    from thinwire.run.config import RunConfig, write_whole
-    from thinwire.run.display import MetricsFile
-    from thinwire.run.train import Progress, Trainer
+    from thinwire.tools.config import RunConfig, write_whole
+    from thinwire.tools.display import MetricsFile
+    from thinwire.tools.train import Progress, Trainer
 
     os.environ.update(place, GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)

@@ -32,8 +32,8 @@ def measure(run: Run) -> dict[str, Any]:
     import torch
 
     from thinwire import World
-    from thinwire.run.config import RunConfig
-    from thinwire.run.train import Trainer, task_of
+    from thinwire.tools.config import RunConfig
+    from thinwire.tools.train import Trainer, task_of
 
     torch.set_num_threads(1)
     config = RunConfig(

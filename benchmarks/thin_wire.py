@@ -29,12 +29,12 @@ import tyro
 from benchmarks import record
 from thinwire.errors import ThinwireError
 from thinwire.network import Network, parse_bandwidth
-from thinwire.run.config import RunConfig
-from thinwire.run.flags import parse_run
-from thinwire.run.lab import Lab
-from thinwire.run.measured import Measured, read_figures
-from thinwire.run.plan import Cluster, predict
 from thinwire.tasks import make_task
+from thinwire.tools.config import RunConfig
+from thinwire.tools.flags import parse_run
+from thinwire.tools.lab import Lab
+from thinwire.tools.measured import Measured, read_figures
+from thinwire.tools.plan import Cluster, predict
 
 NAME, BYTES = "thin_wire", "thin_wire_bytes"
 BYTE_STEPS = 128  # at least so many in a comparison of bytes

@@ -15,8 +15,8 @@ import thinwire
 from tests.conformance.training import assert_close, assert_same, model_of, sgd, snapshot, train
 from tests.processes import Pool
 from thinwire import DCT, Dense, Link, Metered, SoloLink, TopK, World
-from thinwire.agreement import drift
-from thinwire.algorithm import Algorithm
+from thinwire.core.gates import drift
+from thinwire.core.optimizer import Algorithm
 
 # --- Drift -------------------------------------------------------------------------------------------------------------------
 

@@ -22,14 +22,14 @@ def _imported(path: Path) -> set[str]:
     return names
 
 
-def test_torch_distributed_is_known_only_to_links() -> None:
+def test_torch_distributed_is_known_only_to_links_and_sharding() -> None:
     """House rule 5."""
     files = {str(p.relative_to(SOURCE)): p for p in SOURCE.rglob("*.py")}
     assert len(files) > 30
     users = {name for name, path in files.items() if any(n.startswith("torch.distributed") for n in _imported(path))}
-    assert {name for name in users if not name.startswith("links/")} == set()
-    dtensor = {name for name, path in files.items() if "DTensor" in path.read_text() and not name.startswith("links/")}
-    assert all("DTensor)" not in files[name].read_text() for name in dtensor), "no isinstance(x, DTensor) outside of links/"
+    assert {name for name in users if not name.startswith(("links/", "sharding/"))} == set()
+    dtensor = {name for name, path in files.items() if "DTensor" in path.read_text() and not name.startswith("sharding/")}
+    assert all("DTensor)" not in files[name].read_text() for name in dtensor), "no isinstance(x, DTensor) outside of sharding/"
 
 
 def test_algorithm_files_are_short_and_have_one_network_line_and_one_commit_line() -> None:

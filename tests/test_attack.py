@@ -23,18 +23,18 @@ from tests.conformance.training import model_of, sgd, snapshot, train
 from tests.processes import Pool
 from tests.test_agreement import normed, normed_backward
 from thinwire import DCT, Link, TopK, World, checkpoint
-from thinwire.agreement import broadcast, drift, handshake, read_json, tell_all
+from thinwire.core.gates import broadcast, drift, handshake, read_json, tell_all
 from thinwire.errors import CheckpointError, Diverged, FingerprintMismatch, NonFiniteRound, TrainingDiverged, WireError
 from thinwire.links import LinkDecorator, Metered, Ticket
 from thinwire.links.ddp import MeteredDDP
 from thinwire.links.torch import TorchLink
 from thinwire.network import Op
 from thinwire.payload import LONGEST, Payload
-from thinwire.run.commands.train import _agree_on_folder
-from thinwire.run.config import RunConfig
-from thinwire.run.doctor import inspect_machine, machine_of, measure, tell_each_other
-from thinwire.run.start import TrainPlace
-from thinwire.run.train import Trainer
+from thinwire.tools.commands.train import _agree_on_folder
+from thinwire.tools.config import RunConfig
+from thinwire.tools.doctor import inspect_machine, machine_of, measure, tell_each_other
+from thinwire.tools.start import TrainPlace
+from thinwire.tools.train import Trainer
 
 Forge = Callable[[Payload], Payload]
 
@@ -319,7 +319,7 @@ def _broadcast(link: Link) -> tuple[str, str]:
 
 # What a hostile worker does in an exchange of each purpose, and what all workers must come to.
 def _checkpoint(link: Link) -> tuple[str, str]:
-    """More of them, and what is left on disk, are in tests/run/test_checkpoint_attack.py."""
+    """More of them, and what is left on disk, are in tests/tools/test_checkpoint_attack.py."""
     model = model_of()
     opt = thinwire.DiLoCo(sgd(model.parameters()), link, H=2)
     used = Hostile(link, "checkpoint", garbage, 1) if link.rank == 1 else link

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.processes import Pool
-from thinwire.agreement import compare_replicas, handshake, hash_tensors
 from thinwire.codecs import WIRE_DTYPES, Dense
+from thinwire.core.exchange import average, post_average
+from thinwire.core.gates import compare_replicas, handshake, hash_tensors
 from thinwire.errors import Diverged, FingerprintMismatch, NonFiniteRound
-from thinwire.exchange import average, post_average
 from thinwire.links import Link, LinkDecorator, Metered, SoloLink, Ticket
 from thinwire.network import Network, Op
 from thinwire.payload import Payload

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.conformance.training import assert_close, assert_same, backward, model_of, snapshot
-from thinwire import DataParallel, SoloLink, World, low_rank
+from thinwire import DataParallel, SoloLink, World
 from thinwire.errors import ConfigError
-from thinwire.low_rank import like, one_thread, oriented, projector, rank_of, rotate, similarity
+from thinwire.maths import low_rank
+from thinwire.maths.low_rank import like, one_thread, oriented, projector, rank_of, rotate, similarity
 from thinwire.optim import LowRankAdam, QHAdam
 
 # --- Which matrices, and how they lie ----------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ CLOCKS = {
     "tests/clock.py": "stands for a clock",
     "tests/processes.py": "a limit",
     "tests/links/test_solo.py": "real time is what it is about, and nothing is too late for it",
-    "tests/run/test_lab.py": "a wire is not faster than it should be, and may be slower",
+    "tests/tools/test_lab.py": "a wire is not faster than it should be, and may be slower",
     "tests/test_not_tested.py": "this list",
 }
 

@@ -15,10 +15,10 @@ from tests.conformance.training import adamw, assert_close, assert_same, backwar
 from tests.processes import LIMIT, Pool
 from thinwire import DecoupledDiLoCo, Dense, Flaky, Identity, Link, Metered, Sign, TopK, TorchLink, World
 from thinwire.codecs import Codec
+from thinwire.core.pace import Pace
 from thinwire.errors import ConfigError
 from thinwire.links.base import LinkDecorator
-from thinwire.links.mesh import make_mesh, shard_model
-from thinwire.pace import Pace
+from thinwire.sharding.mesh import make_mesh, shard_model
 
 H = 8
 SPARSE = Identity(8) >> TopK(5)

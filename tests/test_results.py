@@ -11,8 +11,8 @@ from benchmarks.arms import PARTS, run_of
 from benchmarks.evidence import best_point, recorded
 from benchmarks.tables import mean_of
 
-from thinwire.run.advice import METHODS, Method
-from thinwire.run.flags import parse_run
+from thinwire.tools.advice import METHODS, Method
+from thinwire.tools.flags import parse_run
 
 
 def test_the_page_is_what_its_text_and_the_records_make() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
-from thinwire.rules import RULES, Rule, apply_elementwise, check_group, orthogonalised, whitened
+from thinwire.maths.update_rules import RULES, Rule, apply_elementwise, check_group, orthogonalised, whitened
 
 GROUP: dict[str, Any] = {
     "lr": 0.1,

@@ -29,11 +29,11 @@ from thinwire.codecs import (
     TwoBit,
 )
 from thinwire.codecs.simple import SimpleTopK
+from thinwire.core.exchange import average, message_nbytes, post_share, share
 from thinwire.errors import ConfigError, NonFiniteRound, WireError
-from thinwire.exchange import average, message_nbytes, post_share, share
 from thinwire.links import Link, Metered, SoloLink, TorchLink
-from thinwire.links.mesh import make_mesh, shard_model
-from thinwire.links.shards import local
+from thinwire.sharding.mesh import make_mesh, shard_model
+from thinwire.sharding.shards import local
 from thinwire.sim import World
 
 SHAPES = [(192, 128), (65, 70), (64,), (3, 5, 5), (), (0, 4)]

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from thinwire import DCT, Codec, Dense, Every, Flaky, Float, Int8, Link, Metered, Periods, RandomK, Sign, TopK, Warmup, World
-from thinwire.algorithm import Start
+from thinwire.core.optimizer import Start
+from thinwire.core.states import Due, State, StateAveraging, is_second_moment, state_codecs, state_periods
 from thinwire.errors import ConfigError
+from thinwire.maths.outer import Nesterov
 from thinwire.schedules import Schedule, as_schedule
-from thinwire.states import Due, Nesterov, State, StateAveraging, is_second_moment, state_codecs, state_periods
 
 SHAPES: list[tuple[int, ...]] = [(9, 20), (), (7,)]
 P = sum(math.prod(s) for s in SHAPES)

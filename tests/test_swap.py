@@ -8,8 +8,8 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, Dense, Int8
 from thinwire.codecs.wire import HEADER_NBYTES
+from thinwire.core.exchange import message_nbytes, swap
 from thinwire.errors import ConfigError, NonFiniteRound, WireError
-from thinwire.exchange import message_nbytes, swap
 from thinwire.links import Link, LinkDecorator, Metered, SoloLink
 from thinwire.payload import Payload
 from thinwire.sim import World

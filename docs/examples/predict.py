@@ -1,8 +1,8 @@
 """What a run would cost on a link, from Python: no training, no network."""
 
 from thinwire import Network
-from thinwire.run.config import RunConfig
-from thinwire.run.plan import Cluster, gpt_like, predict
+from thinwire.tools.config import RunConfig
+from thinwire.tools.plan import Cluster, gpt_like, predict
 
 model = gpt_like(124_000_000)  # or your own: only its shapes matter
 cluster = Cluster(workers=4, network=Network(bandwidth=1e9, latency=0.02), step_time=1.0)

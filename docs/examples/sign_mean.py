@@ -13,9 +13,9 @@ from typing import Any, Unpack
 
 import torch
 
-from thinwire.algorithm import Algorithm, Policy
+from thinwire.core.optimizer import Algorithm, Policy
 from thinwire.links.base import Link
-from thinwire.links.shards import local
+from thinwire.sharding.shards import local
 
 
 class SignMean(Algorithm):
@@ -25,7 +25,7 @@ class SignMean(Algorithm):
         params: parameters or parameter groups.
         link: this worker's end of the wire.
         lr: the step size.
-        policy: see `thinwire.algorithm.Policy`.
+        policy: see `thinwire.core.optimizer.Policy`.
     """
 
     name = "sign-mean"

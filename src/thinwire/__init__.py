@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _HOME = {
-    "Algorithm": "thinwire.algorithm",
-    "Policy": "thinwire.algorithm",
-    "Wrapper": "thinwire.wrapper",
+    "Algorithm": "thinwire.core.optimizer",
+    "Policy": "thinwire.core.optimizer",
+    "Wrapper": "thinwire.core.wrapper",
     "DataParallel": "thinwire.algorithms",
     "DeMo": "thinwire.algorithms",
     "DecoupledDiLoCo": "thinwire.algorithms",
@@ -42,13 +42,13 @@ _HOME = {
     "TopK": "thinwire.codecs",
     "TwoBit": "thinwire.codecs",
     "parse_codec": "thinwire.codecs",
-    "average": "thinwire.exchange",
-    "broadcast": "thinwire.agreement",
-    "running_statistics": "thinwire.agreement",
-    "post_average": "thinwire.exchange",
-    "post_share": "thinwire.exchange",
-    "share": "thinwire.exchange",
-    "swap": "thinwire.exchange",
+    "average": "thinwire.core.exchange",
+    "broadcast": "thinwire.core.gates",
+    "running_statistics": "thinwire.core.gates",
+    "post_average": "thinwire.core.exchange",
+    "post_share": "thinwire.core.exchange",
+    "share": "thinwire.core.exchange",
+    "swap": "thinwire.core.exchange",
     "Flaky": "thinwire.links",
     "Link": "thinwire.links",
     "Metered": "thinwire.links",
@@ -72,8 +72,6 @@ __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
     from thinwire import checkpoint, errors, optim
-    from thinwire.agreement import broadcast, running_statistics
-    from thinwire.algorithm import Algorithm, Policy
     from thinwire.algorithms import MTDAO, DataParallel, DecoupledDiLoCo, DeMo, DiLoCo, LocalSGD, LoRDO, NoLoCo, StreamingDiLoCo
     from thinwire.codecs import (
         DCT,
@@ -96,7 +94,10 @@ if TYPE_CHECKING:
         TwoBit,
         parse_codec,
     )
-    from thinwire.exchange import average, post_average, post_share, share, swap
+    from thinwire.core.exchange import average, post_average, post_share, share, swap
+    from thinwire.core.gates import broadcast, running_statistics
+    from thinwire.core.optimizer import Algorithm, Policy
+    from thinwire.core.wrapper import Wrapper
     from thinwire.links import (
         Flaky,
         Link,
@@ -112,7 +113,6 @@ if TYPE_CHECKING:
     from thinwire.payload import Payload
     from thinwire.schedules import Every, Periods, Staggered, Union, Warmup
     from thinwire.sim import World
-    from thinwire.wrapper import Wrapper
 
 
 def __getattr__(name: str) -> object:

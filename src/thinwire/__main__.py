@@ -1,6 +1,6 @@
 """`python -m thinwire` and `torchrun -m thinwire`: the command line."""
 
-from thinwire.run.cli import main
+from thinwire.tools.cli import main
 
 if __name__ == "__main__":
     main()

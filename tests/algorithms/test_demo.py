@@ -42,8 +42,8 @@ from thinwire import (
 from thinwire.codecs.wire import HEADER_NBYTES
 from thinwire.errors import CheckpointError, ConfigError, FingerprintMismatch
 from thinwire.links.base import LinkDecorator, Ticket
-from thinwire.links.mesh import make_mesh, shard_model
 from thinwire.network import Op
+from thinwire.sharding.mesh import make_mesh, shard_model
 
 Shape = tuple[int, ...]
 

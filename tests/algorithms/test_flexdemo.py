@@ -16,10 +16,10 @@ from tests.processes import LIMIT, Pool
 from tests.tiers import first_quick
 from thinwire import DCT, Codec, DeMo, Float, Link, Metered, RandomK, Sign, SoloLink, Striding, TopK, TorchLink, World
 from thinwire.links import LinkDecorator, Ticket
-from thinwire.links.mesh import make_mesh, shard_model
-from thinwire.links.shards import local, reshard
 from thinwire.network import Op
 from thinwire.payload import Payload
+from thinwire.sharding.mesh import make_mesh, shard_model
+from thinwire.sharding.shards import local, reshard
 
 STEPS = 5
 TOPK = DCT(64) >> TopK(32)

@@ -16,12 +16,12 @@ from tests.conformance.training import assert_close, assert_same, backward, mode
 from tests.processes import LIMIT, Pool
 from thinwire import Dense, Flaky, Int8, Link, LoRDO, Metered, SoloLink, TorchLink, World, checkpoint
 from thinwire.errors import ConfigError
-from thinwire.links.mesh import make_mesh, shard_model
-from thinwire.low_rank import similarity
+from thinwire.maths.low_rank import similarity
 from thinwire.network import ring_traffic
 from thinwire.optim import LowRankAdam, QHAdam
-from thinwire.run.config import RunConfig
-from thinwire.run.train import Trainer
+from thinwire.sharding.mesh import make_mesh, shard_model
+from thinwire.tools.config import RunConfig
+from thinwire.tools.train import Trainer
 
 H = 4
 BETAS = (0.9, 0.999)

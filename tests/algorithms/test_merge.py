@@ -15,9 +15,9 @@ from tests.processes import LIMIT, Pool
 from thinwire import Codec, Dense, DiLoCo, Fp4, Int8, Link, Metered, TorchLink, World, average
 from thinwire.codecs import Parts
 from thinwire.errors import NonFiniteRound
-from thinwire.links.mesh import make_mesh, shard_model
-from thinwire.links.shards import Shards, reshard
-from thinwire.merge import Merge, norms_of
+from thinwire.maths.outer import Merge, norms_of
+from thinwire.sharding.mesh import make_mesh, shard_model
+from thinwire.sharding.shards import Shards, reshard
 
 RDA, ALONE = Merge("rda"), Shards([])
 

@@ -16,8 +16,8 @@ from thinwire.algorithms.noloco import partner_of
 from thinwire.codecs import Dense
 from thinwire.codecs.wire import HEADER_NBYTES
 from thinwire.errors import ConfigError, LinkError, NonFiniteRound, TrainingDiverged
-from thinwire.run.config import RunConfig
-from thinwire.run.train import Trainer
+from thinwire.tools.config import RunConfig
+from thinwire.tools.train import Trainer
 
 H = 4
 

@@ -29,11 +29,11 @@ from thinwire import (
     StreamingDiLoCo,
     World,
 )
+from thinwire.core.fragments import block_fragments, deal
 from thinwire.errors import ConfigError, NonFiniteRound
 from thinwire.links.base import LinkDecorator, Ticket
 from thinwire.network import Op
 from thinwire.payload import Payload
-from thinwire.streaming import block_fragments, deal
 from thinwire.tasks import make_task
 
 H = 6

@@ -34,8 +34,8 @@ from thinwire.codecs.bits import pack
 from thinwire.codecs.indices import Bitmap, IndexCode, Packed, index_code
 from thinwire.codecs.transforms import Transform
 from thinwire.codecs.values import Values
+from thinwire.core.exchange import average, share
 from thinwire.errors import ConfigError, NonFiniteRound, WireError
-from thinwire.exchange import average, share
 from thinwire.links import Link, SoloLink
 from thinwire.sim import World
 

@@ -28,8 +28,8 @@ from thinwire.codecs import (
     TopK,
     TwoBit,
 )
+from thinwire.core.exchange import average, message_nbytes
 from thinwire.errors import ConfigError, NonFiniteRound, WireError
-from thinwire.exchange import average, message_nbytes
 from thinwire.links import Link, Metered
 from thinwire.payload import Payload
 from thinwire.sim import World

@@ -36,10 +36,10 @@ from tests.conformance.training import (
 from tests.processes import Pool
 from tests.tiers import first_quick
 from thinwire import Flaky, Metered, SoloLink, World
-from thinwire.algorithm import Algorithm
+from thinwire.core.fragments import Streaming
+from thinwire.core.optimizer import Algorithm
+from thinwire.core.wrapper import Wrapper
 from thinwire.network import ring_traffic
-from thinwire.streaming import Streaming
-from thinwire.wrapper import Wrapper
 
 every = pytest.mark.parametrize("name", named())
 wrappers = pytest.mark.parametrize("name", named(lambda n: issubclass(ALGORITHMS[n], Wrapper)))

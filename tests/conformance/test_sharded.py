@@ -22,8 +22,8 @@ from tests.conformance.training import (
 from tests.processes import LIMIT, Pool
 from tests.tiers import first_quick
 from thinwire import Link, TorchLink, World
-from thinwire.links.mesh import make_mesh, shard_model
-from thinwire.links.shards import reshard
+from thinwire.sharding.mesh import make_mesh, shard_model
+from thinwire.sharding.shards import reshard
 
 pytestmark = pytest.mark.parametrize("name", named(lambda n: not ALGORITHMS[n].needs_whole_tensors))
 

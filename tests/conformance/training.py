@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 import thinwire
 from thinwire import DCT, Codec, Dense, Float, Sign, TopK, parse_codec
-from thinwire.algorithm import Algorithm
 from thinwire.algorithms import found
+from thinwire.core.optimizer import Algorithm
+from thinwire.core.two_halves import TwoHalves
+from thinwire.core.wrapper import Wrapper
 from thinwire.links.base import Link
-from thinwire.links.shards import local
-from thinwire.run.config import PRESETS
-from thinwire.two_halves import TwoHalves
-from thinwire.wrapper import Wrapper
+from thinwire.sharding.shards import local
+from thinwire.tools.config import PRESETS
 
 # Every class by its name, and every preset that fixes some of a class's settings.
 FIXED: dict[str, dict[str, Any]] = {name: fixed for name, (_, fixed) in PRESETS.items() if fixed}

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from tests.conformance.training import NAMES, backward, build, codec_of, model_of
 from thinwire import Link, Metered, World
-from thinwire.run.config import RunConfig
-from thinwire.run.train import Trainer, task_of
+from thinwire.tools.config import RunConfig
+from thinwire.tools.train import Trainer, task_of
 
 HERE = Path(__file__).parent
 STEPS = 64

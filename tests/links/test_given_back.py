@@ -15,8 +15,8 @@ from tests.links.test_torch import Job
 from tests.processes import Pool, meet, own_group, thread_count
 from thinwire.links import Link, TorchLink, disconnect
 from thinwire.links.heartbeat import Heartbeat
-from thinwire.links.mesh import make_mesh, shard_model
 from thinwire.payload import Payload
+from thinwire.sharding.mesh import make_mesh, shard_model
 
 OFTEN = 12
 

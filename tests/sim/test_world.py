@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests.clock import Clock
 from thinwire.codecs import Dense
+from thinwire.core.exchange import average
 from thinwire.errors import ConfigError, LinkError
-from thinwire.exchange import average
 from thinwire.links import Link
 from thinwire.network import Network
 from thinwire.payload import Payload

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from thinwire.algorithm import Algorithm
 from thinwire.algorithms.data_parallel import DataParallel
 from thinwire.algorithms.decoupled_diloco import DecoupledDiLoCo
 from thinwire.algorithms.demo import DeMo
@@ -15,6 +14,7 @@ from thinwire.algorithms.lordo import LoRDO
 from thinwire.algorithms.mt_dao import MTDAO
 from thinwire.algorithms.noloco import NoLoCo
 from thinwire.algorithms.streaming_diloco import StreamingDiLoCo
+from thinwire.core.optimizer import Algorithm
 
 __all__ = [
     "MTDAO",

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.algorithm import Policy
 from thinwire.codecs import Codec, Dense
+from thinwire.core.optimizer import Policy
+from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError, check_not_negative
 from thinwire.links.base import Link
-from thinwire.links.shards import local
-from thinwire.wrapper import Wrapper
+from thinwire.sharding.shards import local
 
 
 class DataParallel(Wrapper):
@@ -41,7 +41,7 @@ class DataParallel(Wrapper):
         codec: `Dense` in a format of choice; float32 by default. Codecs that leave something out need a method that feeds it
             back.
         clip_norm: scale the mean gradient down to this norm; 0 never.
-        policy: see `thinwire.algorithm.Policy`. A refused round skips the step on all workers.
+        policy: see `thinwire.core.optimizer.Policy`. A refused round skips the step on all workers.
     """
 
     name = "data-parallel"

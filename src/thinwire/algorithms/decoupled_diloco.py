@@ -27,14 +27,14 @@ from typing import Any, Literal, Self, Unpack
 import torch
 from torch.optim import Optimizer
 
-from thinwire.algorithm import Policy, Start
 from thinwire.codecs import DCT, Codec, Identity, Mean, Sign, TopK, TwoBit
 from thinwire.codecs.base import check_codec
+from thinwire.core.optimizer import Policy, Start
+from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError, check_choice
 from thinwire.links.base import Link
+from thinwire.maths.outer import Nesterov
 from thinwire.schedules import Schedule
-from thinwire.states import Nesterov
-from thinwire.wrapper import Wrapper
 
 
 class DecoupledDiLoCo(Wrapper):
@@ -59,7 +59,7 @@ class DecoupledDiLoCo(Wrapper):
         pace: "equal" steps on all workers; "speed" lets a slower worker take fewer of the H steps of a round, by measured
             speed, and weighs its contribution by the steps it took.
         codec: what is sent of the momentum.
-        policy: see `thinwire.algorithm.Policy`.
+        policy: see `thinwire.core.optimizer.Policy`.
     """
 
     name = "decoupled-diloco"

@@ -26,15 +26,15 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self, Unpack
 
-from thinwire.algorithm import Policy, Start
 from thinwire.codecs import DCT, Chain, Codec, Mean, Sign, TopK
+from thinwire.core.exchange import PendingShare
+from thinwire.core.optimizer import Policy, Start
+from thinwire.core.two_halves import TwoHalves
 from thinwire.errors import ConfigError, check_choice, check_not_negative
-from thinwire.exchange import PendingShare
 from thinwire.links.base import Link
-from thinwire.links.mesh import shard_of
-from thinwire.links.shards import local
-from thinwire.rules import Rule, apply_shared, check_group, whitened
-from thinwire.two_halves import TwoHalves
+from thinwire.maths.update_rules import Rule, apply_shared, check_group, whitened
+from thinwire.sharding.mesh import shard_of
+from thinwire.sharding.shards import local
 
 
 class DeMo(TwoHalves):
@@ -61,7 +61,7 @@ class DeMo(TwoHalves):
         over: mean over the "senders" of an entry, as published, or over all "workers".
         delay: apply a round one step later, so that it travels during the next forward and backward pass.
         codec: what is sent of the momentum.
-        policy: see `thinwire.algorithm.Policy`.
+        policy: see `thinwire.core.optimizer.Policy`.
     """
 
     name = "demo"

@@ -18,14 +18,13 @@ from typing import Literal, Unpack
 
 from torch.optim import Optimizer
 
-from thinwire.algorithm import Policy, Start
 from thinwire.codecs import Codec
-from thinwire.exchange import message_nbytes
+from thinwire.core.exchange import message_nbytes
+from thinwire.core.optimizer import Policy, Start
+from thinwire.core.wrapper import Wrapper
 from thinwire.links.base import Link
-from thinwire.merge import Merge, Rule
+from thinwire.maths.outer import Merge, Nesterov, Rule
 from thinwire.schedules import Schedule
-from thinwire.states import Nesterov
-from thinwire.wrapper import Wrapper
 
 
 class DiLoCo(Wrapper):
@@ -44,11 +43,11 @@ class DiLoCo(Wrapper):
         outer_lr: eta; 0.7 in the paper, 0.4 to 0.8 best for 1 to 8 workers at fixed total batch.
         outer_momentum: mu; 0.9 in the paper, best 0 for H below about 10.
         nesterov: Nesterov's form as in the paper, or plain heavy-ball momentum.
-        merge: "mean" of the differences, or "rda", which keeps their length; see `thinwire.merge`.
+        merge: "mean" of the differences, or "rda", which keeps their length; see `thinwire.maths.outer`.
         pace: "equal" steps on all workers; "speed" lets a slower worker take fewer of the H steps of a round, by measured
             speed, and weighs its difference by the steps it took.
         codec: what is sent of the differences; dense float32 by default.
-        policy: see `thinwire.algorithm.Policy`.
+        policy: see `thinwire.core.optimizer.Policy`.
     """
 
     name = "diloco"

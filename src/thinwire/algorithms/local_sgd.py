@@ -18,12 +18,12 @@ from typing import Any, Unpack
 
 from torch.optim import Optimizer
 
-from thinwire.algorithm import Policy
 from thinwire.codecs import Codec
+from thinwire.core.optimizer import Policy
+from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError
 from thinwire.links.base import Link
 from thinwire.schedules import Schedule
-from thinwire.wrapper import Wrapper
 
 
 class LocalSGD(Wrapper):
@@ -40,7 +40,7 @@ class LocalSGD(Wrapper):
         H: local steps per round, or a `Schedule`.
         codec: dense, not narrower than the parameters, since they are sent themselves; to send differences in few bits use
             `DiLoCo` with outer_lr=1 and outer_momentum=0, which is the same method.
-        policy: see `thinwire.algorithm.Policy`.
+        policy: see `thinwire.core.optimizer.Policy`.
     """
 
     name = "local-sgd"

@@ -7,7 +7,7 @@ one is transposed), with the projector Q (n x r, orthonormal) and the moments u,
                                   u <- b1 u + (1 - b1) ghat;  v <- b2 v + (1 - b2) ghat^2
                                   x <- x - lr [(1 - omega) S / mean(den) + omega Q (u' / den)]     den = sqrt(v') + eps
     every H steps:                D = mean_i x_i - a;  a <- a + D;  x_i <- a;  u <- mean_i u_i;  v <- mean_i v_i
-                                  Q <- top r left singular vectors of D;  u, v turned into its basis (`thinwire.low_rank`)
+                                  Q <- top r left singular vectors of D;  u, v turned into its basis (`thinwire.maths.low_rank`)
 
 With omega = 1 no step leaves the span of Q, so Q never does. A message has n m + 2 r m values per matrix: all find Q from D.
 """
@@ -20,13 +20,13 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor
 
-from thinwire import low_rank
-from thinwire.algorithm import Policy, Start, log, overwrite
 from thinwire.codecs import Codec, Dense
+from thinwire.core.optimizer import Policy, Start, log, overwrite
+from thinwire.core.states import State, StateAveraging, state_codecs, state_periods
 from thinwire.links.base import Link
-from thinwire.links.mesh import shard_of
+from thinwire.maths import low_rank
 from thinwire.schedules import Periods, Schedule
-from thinwire.states import State, StateAveraging, state_codecs, state_periods
+from thinwire.sharding.mesh import shard_of
 
 
 class LoRDO(StateAveraging):
@@ -56,7 +56,7 @@ class LoRDO(StateAveraging):
         rotate: turn the moments into the basis of a new projector.
         projection: from the "global" difference, or each worker's "local" gradient, an ablation in which moments stay home.
         codec: what is sent; one for all states or one by name ("param", "exp_avg", "exp_avg_sq"), as in `MTDAO`.
-        policy: see `thinwire.algorithm.Policy`.
+        policy: see `thinwire.core.optimizer.Policy`.
     """
 
     name, warm_inner = "lordo", "low-rank"

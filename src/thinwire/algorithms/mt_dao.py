@@ -26,14 +26,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.algorithm import Policy, Start
 from thinwire.codecs import Codec, Dense
+from thinwire.core.optimizer import Policy, Start
+from thinwire.core.states import State, StateAveraging, state_codecs, state_periods
+from thinwire.core.wrapper import Wrapper, inner_keys
 from thinwire.errors import ConfigError, check_not_negative
 from thinwire.links.base import Link
-from thinwire.links.shards import local
+from thinwire.maths.outer import Nesterov
 from thinwire.schedules import Periods, Schedule
-from thinwire.states import Nesterov, State, StateAveraging, state_codecs, state_periods
-from thinwire.wrapper import Wrapper, inner_keys
+from thinwire.sharding.shards import local
 
 
 class MTDAO(StateAveraging, Wrapper):
@@ -58,7 +59,7 @@ class MTDAO(StateAveraging, Wrapper):
         codec: what is sent; one for all states, or one by name ("param", "exp_avg", "exp_avg_sq", ...). By one that is not
             exact, parameters are sent as differences with error feedback; by one that is not dense, momenta keep what it leaves
             out, and second moments, which must not become negative, travel in bfloat16.
-        policy: see `thinwire.algorithm.Policy`.
+        policy: see `thinwire.core.optimizer.Policy`.
     """
 
     name = "mt-dao"

@@ -28,14 +28,14 @@ from typing import Unpack
 import numpy as np
 from torch.optim import Optimizer
 
-from thinwire.algorithm import Policy, Start
 from thinwire.codecs import Codec, Dense
 from thinwire.codecs.base import check_codec
 from thinwire.codecs.shared_seed import numbers
+from thinwire.core.optimizer import Policy, Start
+from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError, check_not_negative
 from thinwire.links.base import Link
 from thinwire.schedules import Schedule
-from thinwire.wrapper import Wrapper
 
 _PAIRS = 4  # purpose of the shared random numbers
 
@@ -57,7 +57,7 @@ class NoLoCo(Wrapper):
         outer_momentum: mu; 0.3 in the authors' configs.
         gamma: how strongly the two of a pair are drawn together; by default eta, as in the authors' code.
         codec: dense, in any dtype; float32 by default.
-        policy: see `thinwire.algorithm.Policy`.
+        policy: see `thinwire.core.optimizer.Policy`.
     """
 
     name = "noloco"

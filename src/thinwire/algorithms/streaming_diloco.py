@@ -26,16 +26,15 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from thinwire.algorithm import Policy, Start, overwrite
 from thinwire.codecs import Codec
+from thinwire.core.exchange import PendingAverage, message_nbytes
+from thinwire.core.fragments import Layout, Streaming
+from thinwire.core.optimizer import Policy, Start, overwrite
+from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError
-from thinwire.exchange import PendingAverage, message_nbytes
 from thinwire.links.base import Link
-from thinwire.merge import Merge, Rule
+from thinwire.maths.outer import Merge, Nesterov, Rule
 from thinwire.payload import all_finite
-from thinwire.states import Nesterov
-from thinwire.streaming import Layout, Streaming
-from thinwire.wrapper import Wrapper
 
 
 class StreamingDiLoCo(Streaming, Wrapper):
@@ -51,7 +50,7 @@ class StreamingDiLoCo(Streaming, Wrapper):
         inner: any torch optimizer (AdamW in the paper); its state stays on the worker.
         link: this worker's end of the wire.
         H: local steps between two rounds of one fragment; 30 and 100 in the paper.
-        fragments: how many there are, at most H, or the parameters of each; see `thinwire.streaming.block_fragments`.
+        fragments: how many there are, at most H, or the parameters of each; see `thinwire.core.fragments.block_fragments`.
         layout: of a number of fragments: "balanced" packs tensors by size, "strided" deals them out in turn, "sequential" cuts
             their list into runs.
         tau: steps between sending and applying, below H; 1 in the paper's main runs, up to 5 advised.
@@ -59,9 +58,9 @@ class StreamingDiLoCo(Streaming, Wrapper):
         outer_lr: eta; 0.4 in the paper.
         outer_momentum: mu.
         nesterov: Nesterov's form as in the paper, or plain heavy-ball momentum.
-        merge: "mean" of the differences, or "rda", which keeps their length; see `thinwire.merge`.
+        merge: "mean" of the differences, or "rda", which keeps their length; see `thinwire.maths.outer`.
         codec: what is sent of the differences; dense float32 by default, `Fp4()` in the paper.
-        policy: see `thinwire.algorithm.Policy`.
+        policy: see `thinwire.core.optimizer.Policy`.
     """
 
     name = "streaming-diloco"

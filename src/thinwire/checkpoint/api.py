@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from thinwire.algorithm import Algorithm
 from thinwire.checkpoint.description import (
     Description,
     check_fits,
@@ -40,10 +39,11 @@ from thinwire.checkpoint.files import (
 from thinwire.checkpoint.layout import coded_names, coded_slot, flat_state, parameter_names, region_for
 from thinwire.checkpoint.processes import Processes
 from thinwire.checkpoint.resize import fill_for_another_world, fill_for_other_shards, taken_from_first
+from thinwire.core.optimizer import Algorithm
 from thinwire.errors import CheckpointError
 from thinwire.links.base import Link
-from thinwire.links.shards import local, region_of, reshard, with_local
 from thinwire.payload import all_finite
+from thinwire.sharding.shards import local, region_of, reshard, with_local
 
 _FINITE = "finite"
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.algorithm import Algorithm
 from thinwire.checkpoint.files import (
     DESCRIPTION,
     SUMS,
@@ -24,6 +23,7 @@ from thinwire.checkpoint.files import (
     read_verified_text,
     step_of,
 )
+from thinwire.core.optimizer import Algorithm
 from thinwire.errors import CheckpointError
 
 FORMAT = 2

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from thinwire.errors import CheckpointError
-from thinwire.links.shards import Region
+from thinwire.sharding.shards import Region
 
 DESCRIPTION = "thinwire.json"
 SUMS = "SHA256SUMS"

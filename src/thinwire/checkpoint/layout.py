@@ -16,11 +16,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from thinwire.algorithm import Algorithm
 from thinwire.checkpoint.files import Stored
+from thinwire.core.optimizer import Algorithm
 from thinwire.errors import CheckpointError
-from thinwire.links.mesh import shard_of
-from thinwire.links.shards import Region, region_of
+from thinwire.sharding.mesh import shard_of
+from thinwire.sharding.shards import Region, region_of
 
 
 def flat_state(

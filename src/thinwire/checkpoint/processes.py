@@ -9,9 +9,9 @@ from torch import Tensor
 
 from thinwire.errors import CheckpointError, LinkError
 from thinwire.links.base import Link
-from thinwire.links.mesh import shard_of
-from thinwire.links.shards import Shards
 from thinwire.payload import Payload
+from thinwire.sharding.mesh import shard_of
+from thinwire.sharding.shards import Shards
 
 _LENGTH = 1024  # bytes of what a process tells the others after its part of the work
 

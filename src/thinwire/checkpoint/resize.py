@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from thinwire.algorithm import Algorithm
+from thinwire.core.optimizer import Algorithm
 from thinwire.errors import CheckpointError
 
 

@@ -1,8 +1,8 @@
 """LowRankAdam: Adam with moments of low rank and a full-rank term, on one worker; the honest baseline of LoRDO.
 
-The step is that of `thinwire.low_rank`. Every H steps the projector is taken from what the parameters have done since the last
-time. Around it, `DataParallel` is low-rank data parallelism: gradients are averaged at every step, so that Q, the moments and E
-are the same on all workers. One worker of LoRDO is this optimizer, bit for bit.
+The step is that of `thinwire.maths.low_rank`. Every H steps the projector is taken from what the parameters have done since the
+last time. Around it, `DataParallel` is low-rank data parallelism: gradients are averaged at every step, so that Q, the moments
+and E are the same on all workers. One worker of LoRDO is this optimizer, bit for bit.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire import low_rank
 from thinwire.errors import check_whole_number
-from thinwire.links.mesh import shard_of
+from thinwire.maths import low_rank
 from thinwire.optim.quasi_hyperbolic import keep_widths
+from thinwire.sharding.mesh import shard_of
 
 
 class LowRankAdam(Optimizer):

@@ -1,0 +1,1 @@
+"""The round and all that belongs to it: what every algorithm is built on."""

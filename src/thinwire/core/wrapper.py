@@ -1,0 +1,285 @@
+"""Wrapper: the base of the methods around an inner optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, Unpack
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from thinwire.codecs import Codec
+from thinwire.core.exchange import message_nbytes
+from thinwire.core.optimizer import Algorithm, Policy, Start, overwrite
+from thinwire.core.pace import Pace
+from thinwire.errors import ConfigError, check_choice
+from thinwire.links.base import Link
+from thinwire.maths.update_rules import check_eps
+from thinwire.schedules import Every, Schedule, as_schedule
+from thinwire.sharding.shards import local
+
+log = logging.getLogger("thinwire")
+
+
+class Wrapper(Algorithm):
+    """Base of the methods around an inner optimizer: any `torch.optim.Optimizer`, which keeps its own state.
+
+    The parameter groups are the inner optimizer's own, so an LR scheduler on the wrapper drives the inner optimizer. The two
+    state dicts stay apart (a shared one would break Adam's lazy initialisation) and are merged in `state_dict()`, where the
+    inner optimizer's keys have the prefix "inner.".
+
+    Args:
+        inner: the optimizer that takes the local steps.
+        link: this worker's end of the wire.
+        H: exchange every H steps, or a `Schedule`.
+        codec: what is sent.
+        slots: see `Algorithm`.
+        settings: see `Algorithm`.
+        pace: "equal" steps on all workers, or as many as each one's measured "speed" allows; see `thinwire.core.pace`.
+        policy: see `Policy`.
+    """
+
+    usual_inner: ClassVar[str] = "adamw"  # of runs that name no inner optimizer
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        link: Link,
+        *,
+        H: int | Schedule = 1,
+        codec: Codec | None = None,
+        slots: Mapping[str, Start] | None = None,
+        settings: Mapping[str, object] | None = None,
+        pace: Literal["equal", "speed"] = "equal",
+        **policy: Unpack[Policy],
+    ):
+        """Take over the inner optimizer's parameter groups."""
+        check_choice("pace", pace, ("equal", "speed"))
+        if pace == "speed" and not isinstance(as_schedule(H), Every):
+            raise ConfigError(f"pace='speed' needs a plain number of steps per round, got H={H!r}")
+        if pace == "speed" and codec is not None and codec.linear and codec.nbytes([torch.empty(1)]) < 4:
+            raise ConfigError(f"pace='speed' weighs contributions on the wire, where {codec!r} would round weights: use fp32")
+        if not isinstance(inner, Optimizer):
+            raise ConfigError(f"the inner optimizer must be a torch.optim.Optimizer, got {type(inner).__name__}")
+        if isinstance(inner, torch.optim.LBFGS):
+            raise ConfigError("LBFGS evaluates its closure several times a step and cannot be an inner optimizer")
+        if isinstance(inner, Algorithm):
+            raise ConfigError(f"{type(inner).__name__} cannot be the inner optimizer of {type(self).__name__}: it uses a link")
+        self._wrapping = True
+        settings = {"inner": type(inner).__name__, **(settings or {})}
+        self.inner = inner
+        super().__init__(inner.param_groups, link, H=H, codec=codec, slots=slots, settings=settings, **policy)
+        self.defaults = {**inner.defaults, **self.defaults}
+        self.param_groups = inner.param_groups  # one list, so that whoever sets an lr sets it for both
+        self._wrapping = False
+        self.pace: Pace | None = None
+        if pace == "speed":
+            assert isinstance(self.schedule, Every)
+            self.pace = Pace(link, self.schedule.H)
+            self.state[self._active[0]]["pace"] = self.pace.state
+
+    def work(self) -> float | None:
+        """What this worker's contribution weighs in the next round: its local steps, where workers take different numbers."""
+        # Next to nothing rather than nothing: after a restore all workers may have no work to show.
+        return None if self.pace is None else max(1e-6, float(self.pace.work))
+
+    def message_nbytes(self) -> int:
+        """Length in bytes of one worker's message of one full round: the formula of the method's docs, as code."""
+        return message_nbytes(self.link, self.codec, self.message(), weighted=self.pace is not None)
+
+    def _common_steps(self) -> int:
+        return self.steps if self.pace is None else self.steps - self.pending_steps
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all workers have taken the same number of steps now; of different pace, they meet at rounds."""
+        return self.pace is None or self.steps % self.pace.H == 0
+
+    def check_total(self, steps: int) -> None:
+        """Workers of different pace meet at rounds only."""
+        if self.pace is not None and steps % self.pace.H:
+            raise ConfigError(f"with pace=speed workers meet every H={self.pace.H} steps only: steps={steps} is no multiple")
+
+    def restart_clock(self) -> None:
+        """The next step begins now."""
+        if self.pace is not None:
+            self.pace.restart_clock()
+
+    def _next_step(self) -> int:
+        return super()._next_step() if self.pace is None else self.pace.next_step(self.steps)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step: local work, and a round of exchange when one is due."""
+        loss = super().step(closure)
+        self.restart_clock()
+        return loss
+
+    def commit(self) -> None:
+        """The commit line: below it, and only below it, shared state may change."""
+        super().commit()
+        if self.pace is not None:
+            self.pace.committed()
+
+    def _round(self) -> None:
+        super()._round()
+        if self.pace is not None:  # `finish()` may end a round in the middle of its steps: quotas change between whole ones
+            self.pace.agree(self.shards, settle=self.in_step)
+
+    def local_step(self) -> None:
+        """One step of the inner optimizer; skipped when this worker's gradient is not finite."""
+        if self.gradients_finite():
+            self.prepare_gradients()
+            self.inner.step()
+            if self.pace is not None:
+                self.pace.worked()
+            return
+        log.warning("rank %d, step %d: NaN or Inf in the gradient, local step skipped", self.link.rank, self.steps)
+        if self.pace is not None:
+            self.pace.skipped()
+        # To raise here would leave the others waiting for this worker: all raise together in the next round.
+        self._withdrawn = self.on_nonfinite == "raise"
+
+    def prepare_gradients(self) -> None:
+        """What a method does to finite gradients before the inner optimizer sees them; nothing for most."""
+
+    def restore(self) -> None:
+        """Back to the last agreed parameters, with whatever is not finite in the inner optimizer's state set to zero."""
+        if "anchor" in self._slots:
+            if self.pace is not None:
+                self.pace.committed()  # the steps since then are undone
+            overwrite(self.params(), self.slot("anchor"))
+            for tensors in self.inner_state().values():
+                for t in tensors:
+                    t.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def _agreed(self) -> list[Tensor] | None:
+        return self.slot("anchor") if "anchor" in self._slots else None
+
+    def inner_state(self) -> dict[str, list[Tensor]]:
+        """The inner optimizer's tensors that have their parameter's shape, by key (exp_avg, momentum_buffer, ...)."""
+        found: dict[str, list[Tensor]] = {}
+        for p in self._active:
+            for key, value in self.inner.state.get(p, {}).items():
+                if _is_moment(key, value, p):
+                    found.setdefault(key, []).append(local(value))
+        return found
+
+    def make_inner_state(self, *, known: Sequence[str] | None = None) -> None:
+        """Make the inner optimizer's state where it is not there yet, as if it had begun at zero.
+
+        A worker that has skipped a step, or has had no gradient for some parameter, has no state for it; one that averages
+        moments needs them all.
+
+        Args:
+            known: the states that there may be; any where it is not given.
+        """
+        for p in self._active:
+            if not self.inner.state.get(p):
+                made = _placeholders(self.inner, p)
+                odd = [k for k, v in made.items() if isinstance(v, Tensor) and v.shape != p.shape and not k.startswith("step")]
+                if odd:
+                    raise ConfigError(f"{type(self.inner).__name__} keeps {odd[0]!r}, which does not begin at zero")
+                self.inner.state[p] = made
+        if strange := sorted(set(self.inner_state()) - set(known)) if known is not None else []:
+            raise ConfigError(
+                f"{type(self.inner).__name__} keeps {strange[0]!r} of the parameters added, and {type(self).__name__} knows of "
+                f"{', '.join(known or [])} only: give all parameters to the constructor"
+            )
+
+    # --- Parameter groups and state dicts ------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the inner optimizer and make their slots."""
+        if self._wrapping:
+            super().add_param_group(param_group)
+            return
+        with self._all_or_nothing():
+            self.inner.add_param_group(param_group)  # appends to the list that both share
+            self._adopt(self.param_groups[-1])
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        inner = {} if self._wrapping else {p: dict(entries) for p, entries in self.inner.state.items()}
+        try:
+            with super()._all_or_nothing():
+                yield
+        except BaseException:
+            if not self._wrapping:
+                self.inner.state.clear()
+                self.inner.state.update(inner)
+            raise
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        """Refuse an eps that is 0 in the dtype of what the inner optimizer adds it to, as that of AdamW is in float16."""
+        super()._check_group(group)
+        eps = group.get("eps")
+        if not isinstance(eps, float):
+            return
+        one_each = {p.dtype: p for p in group["params"] if p.requires_grad and p.dtype.itemsize < 4}
+        for p in one_each.values():
+            kept = self.inner.state.get(p) or _placeholders(self.inner, p)
+            dtypes = {value.dtype for key, value in kept.items() if _is_moment(key, value, p)}
+            check_eps(eps, dtypes, type(self.inner).__name__)
+
+    def state_dict(self) -> dict[str, Any]:
+        """One dict with the state of both; the inner optimizer's keys have the prefix "inner."."""
+        merged, inner = super().state_dict(), self.inner.state_dict()["state"]
+        for index, p in self._indexed():
+            made = inner.get(index) or {}
+            entries = made or _placeholders(self.inner, p)
+            # Whether the inner optimizer had state of its own yet: placeholders are for checkpoint readers that only fill
+            # in what the reader already has, and are dropped on loading.
+            ready = torch.tensor(float(bool(made)))
+            named = {f"inner.{key}": value for key, value in entries.items()}
+            # A new dict: what torch returns are this optimizer's own.
+            merged["state"][index] = {**merged["state"].get(index, {}), "inner_ready": ready, **named}
+        return merged
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state that `state_dict()` gave; checked as a whole before anything changes."""
+        state = self._checked(state_dict)
+        inner = {}
+        for index, entries in state.items():
+            if bool(entries.get("inner_ready", False)):
+                inner[index] = {k.removeprefix("inner."): v for k, v in entries.items() if k.startswith("inner.")}
+        numbers = iter(range(len(state)))
+        groups = [{**g, "params": [next(numbers) for _ in g["params"]]} for g in state_dict["param_groups"]]
+        self.inner.load_state_dict({"state": inner, "param_groups": groups})
+        self.param_groups = self.inner.param_groups  # loading has replaced the list
+        self._load_slots(state)
+        self._greeted = False  # all workers must have loaded the same step
+
+
+def inner_keys(inner: Optimizer) -> list[str]:
+    """Names of the states that an optimizer keeps in its parameters' shape, sorted; known before its first step too."""
+    if not isinstance(inner, Optimizer):
+        raise ConfigError(f"the inner optimizer must be a torch.optim.Optimizer, got {type(inner).__name__}")
+    found = set()
+    for p in (p for group in inner.param_groups for p in group["params"] if p.requires_grad):
+        entries = inner.state.get(p) or _placeholders(inner, p)
+        found |= {k for k, v in entries.items() if _is_moment(k, v, p)}
+    return sorted(found, key=lambda key: (len(key), key))  # exp_avg_2 before exp_avg_10
+
+
+def _is_moment(key: str, value: object, p: Tensor) -> bool:
+    """Whether an inner optimizer's state has its parameter's shape, and is not a count of steps of a 0-d one."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.shape == p.shape and not key.startswith("step")
+
+
+def _placeholders(inner: Optimizer, p: Tensor) -> dict[str, Any]:
+    """The state that `inner` would make for `p` at its first step, zeroed; found by stepping a twin on a tensor of zeros."""
+    group = next(g for g in inner.param_groups if any(q is p for q in g["params"]))
+    stand_in = torch.nn.Parameter(torch.zeros_like(p.detach()))
+    stand_in.grad = torch.zeros_like(stand_in)
+    twin = object.__new__(type(inner))
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # the user's: this is no step of theirs
+    twin.__dict__.update({k: type(v)() if k in hooks else v for k, v in inner.__dict__.items() if k != "step"})
+    twin.state = type(inner.state)(dict)
+    twin.param_groups = [{**group, "params": [stand_in]}]
+    if isinstance(lr := group.get("lr"), float) and lr > 1:  # of a wrong one, such as 1e38, the step would overflow
+        twin.param_groups[0]["lr"] = 1.0
+    twin.step()
+    return {k: torch.zeros_like(v) if isinstance(v, Tensor) else v for k, v in twin.state.get(stand_in, {}).items()}

@@ -1,0 +1,1 @@
+"""Formulas that methods share; nothing here knows of a network."""

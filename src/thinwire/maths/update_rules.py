@@ -1,0 +1,195 @@
+"""Update rules: what becomes of a shared update before it is applied, the phi of DeMo v2.
+
+    sgd      phi(M) = M
+    unit     phi(M) = M / rms(M)                                 rms: root mean square of the entries of a tensor
+    sign     phi(M) = sign(M)                                    Signum; what DeMo v1 does
+    muon     phi(M) = M (M^T M + eps I)^(-1/2)                   of matrices, times what makes its entries' rms 0.2
+    adam     phi(M) = m / (sqrt(v) + eps)                        m, v: means of M and M^2 with betas b1, b2, corrected for bias
+
+All rules see what every worker has decoded alike, so their state is bit-equal on all workers and costs no communication.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import ConfigError, check_choice, check_not_negative
+
+if TYPE_CHECKING:
+    from thinwire.core.exchange import Share
+
+Rule = Literal["unit", "sign", "sgd", "muon", "adam"]
+RULES = get_args(Rule)
+
+
+def whitened(
+    g: Sequence[Tensor],
+    v: Sequence[Tensor],
+    counts: Sequence[Tensor],
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    clip: float,
+) -> list[Tensor]:
+    """The gradients divided by sqrt(v) + eps, with v <- b2 v + (1 - b2) g^2 first: what Adam makes of them, without momentum.
+
+    Args:
+        g: gradients; not changed.
+        v: running second moment of each; changed in place.
+        counts: how many gradients each has seen, 0-d; changed in place.
+        groups: the group of each, for betas and eps.
+        clip: multiplies the gradients first.
+    """
+    out = []
+    for g_, v_, count, group in zip(g, v, counts, groups, strict=True):
+        b2, eps = group["betas"][1], group["eps"]
+        wide = g_.to(v_.dtype) if clip == 1 else g_.to(v_.dtype) * clip
+        v_.mul_(b2).addcmul_(wide, wide, value=1 - b2)
+        count.add_(1)
+        root = v_.sqrt().div_(math.sqrt(1 - b2 ** float(count))).add_(eps)
+        out.append(torch.div(wide, root, out=root))
+    return out
+
+
+def apply_elementwise(
+    rule: Rule,
+    x: Tensor,
+    M: Tensor,
+    *,
+    lr: float,
+    moments: tuple[Tensor, Tensor] | None = None,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    step: int = 1,
+) -> None:
+    """Step a piece of a tensor: x <- x - lr phi(M).
+
+    Args:
+        rule: "sgd", "unit" (of which the caller puts 1 / rms into `lr`), "sign" or "adam".
+        x: the piece; changed in place.
+        M: the shared update, of the same shape; may be overwritten.
+        lr: the step size.
+        moments: of Adam: the same pieces of m and v; changed in place.
+        betas: of Adam.
+        eps: of Adam.
+        step: of Adam: how many updates there have been, this one included.
+    """
+    if rule == "adam":
+        assert moments is not None
+        (m, v), (b1, b2) = moments, betas
+        M = M.to(m.dtype)
+        v.mul_(b2).addcmul_(M, M, value=1 - b2)
+        m.lerp_(M, 1 - b1)
+        root = torch.sqrt(v, out=M).div_(math.sqrt(1 - b2**step)).add_(eps)
+        x.addcdiv_(m.to(x.dtype), root.to(x.dtype), value=-lr / (1 - b1**step))
+    else:
+        x.sub_(M.sign_() if rule == "sign" else M, alpha=lr)
+
+
+# Newton-Schulz coefficients of Jordan et al. (2024): after five steps all singular values lie between about 0.7 and 1.2.
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonalised(M: Tensor, *, steps: int = 5) -> Tensor:
+    """About M (M^T M)^(-1/2), by Newton-Schulz steps in float32; scaled so that its entries have a root mean square of 0.2.
+
+    The scale (Liu et al. 2025, arXiv 2502.16982) makes one learning rate serve matrices of all shapes, and about the one of
+    AdamW.
+
+    Args:
+        M: two or more dimensions; folded into (first, all others).
+        steps: each costs three matrix products.
+    """
+    a, b, c = _QUINTIC
+    X = M.reshape(M.shape[0], math.prod(M.shape[1:])).float()
+    wide = X.shape[0] <= X.shape[1]
+    X = X if wide else X.T  # the products are of the shorter side
+    X = X / X.norm().clamp_min(1e-12)
+    for _ in range(steps):
+        A = X @ X.T
+        X = a * X + (b * A + c * A @ A) @ X
+    return (X if wide else X.T).reshape(M.shape) * (0.2 * math.sqrt(max(X.shape)))
+
+
+def check_group(group: Mapping[str, Any], *, sharded: bool) -> None:
+    """Raise a `ConfigError` for settings of a parameter group that make no sense."""
+    check_choice("phi", group["phi"], RULES)
+    for name in ("whiten", "inflow", "clip_norm", "over", "delay", "codec"):
+        if name in group:
+            raise ConfigError(f"{name} is one for all parameter groups, got {name}={group[name]!r} in a group")
+    for name in ("lr", "weight_decay"):
+        check_not_negative(name, group[name])
+    if not 0 < group["eps"] < math.inf:
+        raise ConfigError(f"eps must be above 0 and finite, got {group['eps']!r}")
+    for name in ("beta", "alpha"):
+        if not 0 <= group[name] <= 1:
+            raise ConfigError(f"{name} must be from 0 to 1, got {group[name]!r}")
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= b < 1 for b in betas):
+        raise ConfigError(f"betas must be two numbers from 0 to below 1, got {betas!r}")
+    if group["phi"] == "adam":  # divides in the parameters' dtype; to whiten is done in float32
+        check_eps(group["eps"], {p.dtype for p in group.get("params", ()) if p.requires_grad}, "phi = adam")
+    if group["phi"] == "muon" and sharded:
+        raise ConfigError("phi='muon' needs whole matrices and these parameters are sharded: use sign or adam, or do not shard")
+
+
+def check_eps(eps: float, dtypes: Iterable[torch.dtype], whose: str) -> None:
+    """Raise a `ConfigError` for an eps that is 0 in a dtype it is added in: it would not keep anybody from dividing by zero.
+
+    Args:
+        eps: as the setting has it.
+        dtypes: of what it is added to.
+        whose: what has this setting, for the message.
+    """
+    for dtype in dtypes:
+        if eps > 0 and float(torch.tensor(eps, dtype=dtype)) == 0:
+            raise ConfigError(
+                f"{whose} has eps={eps:g}, which is 0 in {str(dtype).removeprefix('torch.')}: it would divide by zero. Keep "
+                "the parameters in float32 and compute under torch.autocast, or in bfloat16, or give an eps of 1e-4"
+            )
+
+
+def apply_shared(
+    shared: Share,
+    x: list[Tensor],
+    groups: list[dict[str, Any]],
+    *,
+    m: Sequence[Tensor | None],
+    v: Sequence[Tensor | None],
+    counts: Sequence[Tensor | None],
+    rms: Sequence[float],
+) -> None:
+    """Step all parameters: x <- x - lr (phi(Q) + wd x), piece by piece but for Muon's.
+
+    Args:
+        shared: the round that brought Q.
+        x: the parameters.
+        groups: the group of each.
+        m: Adam's first moment of each, None where it has none.
+        v: likewise the second.
+        counts: how many updates Adam's moments of each have seen, 0-d; changed in place, None where it has none.
+        rms: root mean square of each Q, for phi = unit.
+    """
+    whole = {i for i, g in enumerate(groups) if g["phi"] == "muon" and x[i].dim() > 1}
+    target = [torch.empty_like(t, dtype=torch.float32) if i in whole else t for i, t in enumerate(x)]
+    for t, g in zip(x, groups, strict=True):
+        if g["weight_decay"]:
+            t.mul_(1 - g["lr"] * g["weight_decay"])
+    for count in counts:
+        if count is not None:
+            count.add_(1)
+    for i, part, Q, m_part, v_part in shared.each(target, m, v):
+        g = groups[i]
+        if i in whole:
+            part.copy_(Q)
+        else:
+            rule: Rule = "sign" if g["phi"] == "muon" else g["phi"]
+            lr = g["lr"] / max(rms[i], 1e-30) if rule == "unit" else g["lr"]
+            step = 1 if (count := counts[i]) is None else int(count)
+            apply_elementwise(rule, part, Q, lr=lr, moments=(m_part, v_part), betas=g["betas"], eps=g["eps"], step=step)
+    for i in whole:
+        x[i].sub_(orthogonalised(target[i]), alpha=groups[i]["lr"])

@@ -1,0 +1,1 @@
+"""A worker whose model is sharded over several processes (FSDP2)."""

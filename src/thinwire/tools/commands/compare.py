@@ -1,0 +1,217 @@
+"""`thinwire compare`: several methods with several seeds, and a record of each run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.text import Text
+
+from thinwire.errors import ConfigError, check_whole_number
+from thinwire.network import parse_duration
+from thinwire.sharding.mesh import worker_count
+from thinwire.tools.commands.report import terminal
+from thinwire.tools.compare import RECORDS, Run, run_all, run_folders
+from thinwire.tools.config import RunConfig, new_folder
+from thinwire.tools.flags import parse_run, peek
+from thinwire.tools.namespaces import check_machine
+from thinwire.tools.places import InLab, Place, Processes, Simulated
+from thinwire.tools.records import record_of
+from thinwire.tools.report.comparison import comparisons
+from thinwire.tools.report.terminal import show
+from thinwire.tools.start import rehearse
+
+EXAMPLE = 'thinwire compare ddp demo "diloco --H 32" --task gpt-nano --workers 4 --seeds 3'
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparePlace:
+    """Where the runs take place and are kept; does not change their results."""
+
+    seeds: str = "1"
+    """How many seeds each arm is run with, from 0 on; or the seeds themselves, separated by commas, such as 0,5,7."""
+    sim: bool = False
+    """Simulate the workers in one process, as `thinwire sim` does; else they are real processes on this machine."""
+    lab: bool = False
+    """Put each worker behind a real wire of --bandwidth, as `thinwire lab` does; needs root."""
+    bandwidth: str | None = None
+    """Of each worker's link in the simulator or in the lab, such as 100mbit; or one per worker, separated by commas."""
+    down: str | None = None
+    """Downward bandwidth where it differs, as on home links."""
+    latency: str | None = None
+    """Of one message in the simulator, such as 20ms."""
+    step_time: str | None = None
+    """Time of one local step in the simulator, such as 100ms; by default measured."""
+    jobs: int = 1
+    """How many simulated runs at once, one thread each."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints of real runs, from which an unfinished one goes on; 0 for none."""
+    timeout: str = "120s"
+    """How long a real worker waits for the others."""
+    out: str | None = None
+    """Folder of the comparison; by default runs/compare-TIME. Given again, what is finished there is not run again."""
+
+
+def main(arguments: list[str]) -> int:
+    """Check all arms, run what is not there yet, and show the table."""
+    first_flag = next((i for i, word in enumerate(arguments) if word.startswith("-")), len(arguments))
+    words, common = arguments[:first_flag], arguments[first_flag:]
+    if {"-h", "--help"} & set(common):
+        about = f"Methods come first, each in quotes with flags of its own, and with a name where you like: {EXAMPLE}. "
+        parse_run("compare", ["--help"], ComparePlace, about=about)
+    if not words:
+        raise ConfigError(f"name the methods to compare before all flags: {EXAMPLE}")
+    if worker_count(1) is not None:
+        raise ConfigError("compare starts its workers itself: call it without torchrun")
+    arms, flags = parse_arms(words, common)
+    place = _place(flags)
+    runs = _runs(arms, flags)
+    for run in runs[: len(arms)]:  # the first seed of each: a typo in the last arm costs nothing
+        _check(run, place)
+    if flags.lab:
+        check_machine()
+    return _compare(runs, place, flags, again=[*words, *common])
+
+
+def _compare(runs: list[Run], place: Place, flags: ComparePlace, *, again: list[str]) -> int:
+    out, console = runs[0].folder.parent, terminal()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        failures = run_all(runs, place, out, jobs=flags.jobs, console=console)
+    except OSError as cause:
+        raise ConfigError(f"cannot write the folder of the comparison {out}: {cause.strerror or cause}") from cause
+    except KeyboardInterrupt:
+        named = [] if flags.out else ["--out", str(out)]
+        console.print(Text(f"go on with: {shlex.join(['thinwire', 'compare', *again, *named])}"), soft_wrap=True)
+        raise
+    failed = [failure.run for failure in failures]
+    records = [record_of(run.folder) for run in runs if run not in failed]
+    together = len({(run.config.steps, run.config.workers, run.config.batch, run.config.task) for run in runs}) > 1
+    if records:
+        show(comparisons(records, together=together), console)
+    for failure in failures:
+        console.print(Text(f"failed: {failure.run}: {failure.why}", style="red"), soft_wrap=True)
+    hint = f"thinwire report {shlex.quote(str(out))}{' --together' if together else ''}"
+    console.print(Text(f"\nrecords: {out / RECORDS}\nfigures: {hint}"), soft_wrap=True)
+    return 1 if failures else 0
+
+
+# --- From words to runs --------------------------------------------------------------------------------------------------
+
+
+def parse_arms(words: Sequence[str], common: Sequence[str]) -> tuple[dict[str, RunConfig], ComparePlace]:
+    """The arms by name, and the place that all share.
+
+    Args:
+        words: one per arm: "diloco --H 32", or with a name, "thin = demo --lr 2e-3".
+        common: flags of all arms; an arm's own come after them and win.
+    """
+    for flag, instead in (("--algorithm", "the words before all flags name the methods"), ("--seed", "give --seeds")):
+        if peek(list(common), flag) is not None:
+            raise ConfigError(f"{flag} is not for all arms of a comparison: {instead}")
+    configs: dict[str, RunConfig] = {}
+    places: dict[str, ComparePlace] = {}
+    for word in words:
+        name, algorithm, own = _arm(word)
+        if name in configs:
+            raise ConfigError(f"two arms are called {name!r}: give one a name of its own, such as 'other = {algorithm} ...'")
+        configs[name], places[name] = _parse_arm(name, algorithm, own, common)
+    shared = [place for name, place in places.items() if not _arm(words[list(places).index(name)])[2]]
+    first = shared[0] if shared else next(iter(places.values()))
+    for name, place in places.items():
+        if place != first:
+            raise ConfigError(f"the arm {name!r} has a flag that is for the whole comparison: put it after the arms")
+    return configs, first
+
+
+def _arm(word: str) -> tuple[str, str, list[str]]:
+    """Name, algorithm and own flags of an arm."""
+    left, equals, right = word.partition(" = ")
+    named = bool(equals) and " -" not in left
+    try:
+        parts = shlex.split(right if named else word)
+    except ValueError as cause:
+        raise ConfigError(f"cannot read the arm {word!r}: {cause}") from cause
+    if not parts or (named and not left.strip()):
+        raise ConfigError(f"an arm is a method with flags of its own, such as 'diloco --H 32' or 'thin = demo', got {word!r}")
+    name = " ".join(left.split()) if named else " ".join(word.split())
+    for flag in ("--algorithm", "--seed"):
+        if peek(parts, flag) is not None:
+            raise ConfigError(f"an arm starts with its method, and seeds are those of --seeds, got {word!r}")
+    return name, parts[0], parts[1:]
+
+
+def _parse_arm(name: str, algorithm: str, own: list[str], common: Sequence[str]) -> tuple[RunConfig, ComparePlace]:
+    try:
+        return parse_run("compare", [*common, "--algorithm", algorithm, *own], ComparePlace)
+    except ConfigError as error:
+        raise ConfigError(f"in the arm {name!r}: {error}") from error
+    except SystemExit as error:
+        if error.code == 2:  # tyro has said what is wrong, but not where
+            hint = "settings of one method belong to its arm, such as 'diloco --H 32'"
+            print(f"thinwire: this was said of the arm {name!r}: {hint}", file=sys.stderr)
+        raise
+
+
+def parse_seeds(text: str) -> list[int]:
+    """The seeds that "3" or "0,5,7" stand for.
+
+    >>> parse_seeds("3"), parse_seeds("0,5,7"), parse_seeds("4,")
+    ([0, 1, 2], [0, 5, 7], [4])
+    """
+    if re.fullmatch(r"[1-9]\d*", text):
+        return list(range(int(text)))
+    if re.fullmatch(r"\d+(,\d+)*,?", text) and "," in text:
+        seeds = [int(part) for part in text.split(",") if part]
+        if len(set(seeds)) == len(seeds):
+            return seeds
+    raise ConfigError(f"seeds must be a number of seeds, such as 3, or different ones, such as 0,5,7, got {text!r}")
+
+
+def _place(flags: ComparePlace) -> Place:
+    """Where the runs take place; flags that this place would ignore are refused."""
+    check_whole_number("jobs", flags.jobs)
+    if flags.sim and flags.lab:
+        raise ConfigError("choose --sim or --lab, not both")
+    used = {"bandwidth", "down", "latency", "step_time"} if flags.sim else {"bandwidth", "down"} if flags.lab else set()
+    for name in ("bandwidth", "down", "latency", "step_time"):
+        if getattr(flags, name) is not None and name not in used:
+            need = "--sim or --lab" if name in ("bandwidth", "down") else "--sim"
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(flags, name)} needs {need}")
+    if flags.jobs > 1 and not flags.sim:
+        raise ConfigError(f"--jobs {flags.jobs} needs --sim: real processes would take each other's cores and wire")
+    if flags.sim:
+        usual = {"bandwidth": flags.bandwidth or "inf", "latency": flags.latency or "0ms"}
+        return Simulated(**usual, down=flags.down, step_time=flags.step_time)
+    timeout = parse_duration(flags.timeout)
+    if timeout <= 0:
+        raise ConfigError(f"timeout must be above zero seconds, got {flags.timeout!r}")
+    check_whole_number("checkpoint-every", flags.checkpoint_every, least=0)
+    if flags.lab:
+        if flags.bandwidth is None:
+            raise ConfigError("--lab needs the --bandwidth of its wires, such as 100mbit")
+        return InLab(bandwidth=flags.bandwidth, down=flags.down, checkpoint_every=flags.checkpoint_every, timeout=timeout)
+    return Processes(checkpoint_every=flags.checkpoint_every, timeout=timeout)
+
+
+def _runs(arms: dict[str, RunConfig], flags: ComparePlace) -> list[Run]:
+    """All runs, one seed after the other, so that there is something to compare early."""
+    out = Path(flags.out or new_folder("compare"))
+    runs = []
+    for seed in parse_seeds(flags.seeds):
+        for (name, config), folder in zip(arms.items(), run_folders(list(arms)), strict=True):
+            mine = replace(config, seed=seed, workers=config.workers or 2)
+            runs.append(Run(name, mine, out / f"{folder}-seed{seed}"))
+    return runs
+
+
+def _check(run: Run, place: Place) -> None:
+    try:
+        place.check(run.config)
+        rehearse(run.config)
+    except ConfigError as error:
+        raise ConfigError(f"in the arm {run.arm!r}: {error}") from error

@@ -1,0 +1,189 @@
+"""`thinwire plan`: what each method would cost on a link, and which one to take. Nothing is trained."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from thinwire.errors import ConfigError
+from thinwire.network import Network, parse_bandwidth, parse_duration, show_bandwidth, show_bytes, show_seconds
+from thinwire.tools.advice import WARM_STEPS, Advice, Offer, Wishes, advise
+from thinwire.tools.config import RunConfig, write_whole
+from thinwire.tools.flags import one_or_each, with_json_name
+from thinwire.tools.plan import BACKWARD, GOODPUT, Cluster, gpt_like, on_meta, parse_count
+from thinwire.tools.train import task_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFlags:
+    """What each method would cost on your link per step, and which one to take. Nothing is trained and nothing is sent."""
+
+    params: str | None = None
+    """How many parameters the model has: 1.3b, 124m, 3_200_000. It is taken to be a GPT."""
+    task: str | None = None
+    """Or a built-in model, with its own shapes; `thinwire tasks` lists them."""
+    workers: int = 2
+    """How many workers."""
+    bandwidth: str | None = None
+    """Of each worker's link, such as 200mbit; a comma-separated list gives each its own. `thinwire doctor` measures it."""
+    down: str | None = None
+    """Downward bandwidth where it differs, as on home links."""
+    latency: str = "0ms"
+    """Of one message, such as 40ms; or a comma-separated list."""
+    step_time: str | None = None
+    """Time of one training step without any exchange, such as 0.9s."""
+    utilisation: float = 0.95
+    """The part of the time that workers should compute."""
+    H: int | None = None
+    """Steps per round of all methods that have it, in place of each one's own; other periods follow."""
+    k: int | None = None
+    """Entries per block of demo, decoupled-diloco and sparseloco, in place of their own."""
+    tau: int | None = None
+    """Steps that messages of streaming-diloco may travel, in place of 1."""
+    framing: float = GOODPUT
+    """The part of the bandwidth that headers of Ethernet, IP and TCP leave for messages."""
+    codec_time: str = "0s"
+    """Time to pack and read one message that is gathered; depends on the machine, so by default it is not counted."""
+    backward: float = BACKWARD
+    """Which part of a step is the backward pass, during which ddp already sends; 0 for none."""
+    json: str | None = None
+    """Write everything to this file as JSON; without a name, or as -, print that and nothing else."""
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table and the recommendation."""
+    flags = tyro.cli(PlanFlags, prog="thinwire plan", args=with_json_name(arguments))
+    if not 0 < flags.utilisation < 1:
+        raise ConfigError(f"utilisation must be above 0 and below 1, got {flags.utilisation!r}")
+    cluster = _cluster(flags)
+    title, model = _model(flags)
+    advice = advise(model, cluster, utilisation=flags.utilisation, wishes=Wishes(flags.H, flags.k, flags.tau))
+    if flags.json is not None:
+        text = json.dumps(_as_json(flags, model, cluster, advice), indent=1)
+        if flags.json == "-":
+            print(text)
+            return 0
+        write_whole(Path(flags.json), text + "\n")
+    _show(title, flags, cluster, advice)
+    return 0
+
+
+def _cluster(flags: PlanFlags) -> Cluster:
+    if flags.bandwidth is None:
+        raise ConfigError("--bandwidth is missing: that of each worker's link, such as 200mbit; thinwire doctor measures it")
+    if flags.step_time is None:
+        raise ConfigError(
+            "--step-time is missing: the time of one training step without any exchange, such as 0.9s. Take it from your own "
+            'loop, or for a built-in task divide "seconds" by "step" in the summary.json of: thinwire train --algorithm alone '
+            f"--task {flags.task or 'gpt-small'} --steps 50"
+        )
+    network = Network(
+        bandwidth=one_or_each(flags.bandwidth, parse_bandwidth),
+        latency=one_or_each(flags.latency, parse_duration),
+        down=None if flags.down is None else one_or_each(flags.down, parse_bandwidth),
+    )
+    return Cluster(
+        workers=flags.workers,
+        network=network,
+        step_time=parse_duration(flags.step_time),
+        goodput=flags.framing,
+        codec_time=parse_duration(flags.codec_time),
+        backward=flags.backward,
+    )
+
+
+def _model(flags: PlanFlags) -> tuple[str, nn.Module]:
+    """What the model is called, and its shapes."""
+    if (flags.params is None) == (flags.task is None):
+        raise ConfigError(f"give --params such as 1.3b, or --task, got params={flags.params!r} and task={flags.task!r}")
+    if flags.params is not None:
+        return f"{flags.params} parameters", gpt_like(parse_count(flags.params))
+    assert flags.task is not None
+    return flags.task, on_meta(task_of(RunConfig(task=flags.task), flags.workers).model())
+
+
+# --- What is shown -----------------------------------------------------------------------------------------------------------
+
+
+def _show(title: str, flags: PlanFlags, cluster: Cluster, advice: Advice) -> None:
+    console = Console()
+    target = f"{100 * flags.utilisation:g}%"
+    console.print(
+        f"{title} on {flags.workers} workers, {flags.bandwidth} and {flags.latency} a message, {flags.step_time} a step",
+        highlight=False,
+    )
+    table = Table("method", box=None, pad_edge=False)
+    for column in ("sent/step", "fewer", "wait/step", "computes", f"for {target}", "loss"):
+        table.add_column(column, justify="right", no_wrap=True)
+    dense = advice.offers[0].cost.bytes_per_step
+    for offer in advice.offers:
+        table.add_row(offer.name, *_figures(offer, dense))
+    console.print(table)
+    console.print(f"\n{_notes(cluster, advice)}\n", highlight=False, style="dim")
+    console.print(advice.sentence, highlight=False, style="bold")
+
+
+def _figures(offer: Offer, dense: float) -> list[str]:
+    cost, warm = offer.cost, "*" if offer.method.warm else ""
+    return [
+        show_bytes(cost.bytes_per_step),
+        _times(dense / cost.bytes_per_step) if cost.bytes_per_step else "-",
+        show_seconds(cost.wait_per_step),
+        f"{100 * cost.utilisation:.1f}%",
+        _needed(offer),
+        "?" if offer.loss is None else f"{offer.loss}{warm}",
+    ]
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:,.0f}x" if ratio >= 99.5 else f"{ratio:.3g}x"
+
+
+def _needed(offer: Offer) -> str:
+    if offer.needed is None:
+        return "never"
+    if offer.knob == "bandwidth":
+        return show_bandwidth(offer.needed)
+    return f"{offer.knob}={offer.needed:.0f}"
+
+
+def _notes(cluster: Cluster, advice: Advice) -> str:
+    packing = "" if cluster.codec_time else "; packing messages is not counted (--codec-time)"
+    return (
+        f"sent: bytes per worker. {100 * cluster.goodput:.1f}% of the bandwidth is left by headers (--framing){packing}. "
+        "loss: against AdamW-DDP in small runs (docs/results.md), for the order; ? was not measured, > beyond what was. "
+        f"* after a warm start: {WARM_STEPS} synchronous steps, which take {show_seconds(advice.warm_seconds)} here."
+    )
+
+
+def _as_json(flags: PlanFlags, model: nn.Module, cluster: Cluster, advice: Advice) -> dict[str, Any]:
+    return {
+        "params": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "task": flags.task,
+        **{k: v for k, v in asdict(cluster).items() if k != "network"},
+        **{k: v for k, v in asdict(cluster.network).items() if v is not None},
+        "target": flags.utilisation,
+        "methods": [_offer_as_json(offer) for offer in advice.offers],
+        "recommended": None if advice.best is None else _offer_as_json(advice.best),
+        "recommendation": advice.sentence,
+    }
+
+
+def _offer_as_json(offer: Offer) -> dict[str, Any]:
+    return {
+        "name": offer.name,
+        "algorithm": offer.config.algorithm,
+        "settings": offer.config.settings,
+        "wire": offer.config.wire,
+        **asdict(offer.cost),
+        "needed": {offer.knob: offer.needed},
+        "loss_percent": None if offer.loss is None else offer.loss.percent,
+        "loss_is_a_lower_bound": offer.loss is not None and offer.loss.at_least,
+    }

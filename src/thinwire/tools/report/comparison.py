@@ -1,0 +1,248 @@
+"""From records to what a table says: arms with their seeds, against a baseline, with mean, spread and p-value."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import statistics
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from thinwire.errors import ConfigError
+from thinwire.tools.records import Record
+from thinwire.tools.summary import counted, ddp_bytes
+from thinwire.tools.words import changed
+
+Measure = Literal["sent", "payload"]
+
+# What runs must have in common to be compared; and what says nothing of an arm.
+_JOB = ("task", "workers", "steps", "batch", "data", "non_iid")
+_NOT_OF_AN_ARM = ("seed", "eval_every", "device")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One figure over the seeds of an arm."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """NaN where there is nothing, or where a run has diverged."""
+        return statistics.fmean(self.values) if self.values else math.nan
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the population that the seeds are drawn from; NaN with fewer than two."""
+        return statistics.stdev(self.values) if len(self.values) > 1 and self.finite else math.nan
+
+    @property
+    def finite(self) -> bool:
+        """Whether all values are numbers."""
+        return all(map(math.isfinite, self.values))
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A method at one point of its settings, with one record per seed."""
+
+    name: str
+    records: tuple[Record, ...]
+
+    @property
+    def first(self) -> Record:
+        """The record of its first seed, for what all have in common."""
+        return self.records[0]
+
+    @property
+    def loss(self) -> Sample:
+        """Validation loss at the end."""
+        return Sample(tuple(record.loss for record in self.records))
+
+    def sample(self, name: str) -> Sample | None:
+        """A figure of the summaries; None where some record has none."""
+        values = [record.figure(name) for record in self.records]
+        return None if any(v is None for v in values) else Sample(tuple(v for v in values if v is not None))
+
+    def fewer(self, measure: Measure) -> float | None:
+        """How many times fewer bytes than gradients in fp32 at every step."""
+        sent, figures = self.sample(measure), self.first.figures
+        if sent is None or not sent.mean:
+            return None
+        dense = ddp_bytes(figures) if measure == "sent" else 4 * figures["parameters"] * figures["step"]
+        return dense / sent.mean
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Arms that did the same job.
+
+    Attributes:
+        title: the job in words.
+        arms: in the order in which they came.
+        baseline: the one of them that the others are held against.
+        common: settings that are not the defaults, and the same for all.
+        varying: what of the job differs between them, where runs of different jobs were asked for together.
+    """
+
+    title: str
+    arms: tuple[Arm, ...]
+    baseline: Arm
+    common: dict[str, Any]
+    varying: tuple[str, ...] = ()
+
+    @property
+    def measure(self) -> Measure:
+        """Bytes sent, or where some record does not have them, those of a worker's own messages."""
+        known: tuple[Measure, ...] = ("sent", "payload")
+        having = [sum(arm.sample(name) is not None for arm in self.arms) for name in known]
+        return "payload" if having[1] > having[0] else "sent"
+
+    def settings_of(self, arm: Arm) -> dict[str, Any]:
+        """What is particular to an arm: the period, and what is not the default and not common to all."""
+        settings = arm.first.config.settings
+        mine = {"H": settings["H"]} if "H" in settings else {}
+        job = {name: getattr(arm.first.config, name) for name in self.varying}
+        return job | mine | {k: v for k, v in _settings(arm.first).items() if k not in self.common}
+
+    def against(self, arm: Arm) -> float | None:
+        """Loss against the baseline's, in percent."""
+        base = self.baseline.loss.mean
+        return 100 * (arm.loss.mean / base - 1) if arm is not self.baseline and base > 0 and arm.loss.finite else None
+
+    def p_value(self, arm: Arm) -> float | None:
+        """How likely so large a difference to the baseline is by the choice of seeds alone."""
+        return None if arm is self.baseline else p_value(arm.loss.values, self.baseline.loss.values)
+
+
+def p_value(mine: Sequence[float], base: Sequence[float]) -> float | None:
+    """Welch's t-test, two-sided; None with fewer than two values on a side, without any spread, or without scipy."""
+    both = (*mine, *base)
+    if min(len(mine), len(base)) < 2 or not all(map(math.isfinite, both)) or not scipy_is_here():
+        return None
+    if statistics.pvariance(mine) == statistics.pvariance(base) == 0:
+        return None
+    from scipy.stats import ttest_ind
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of nearly equal values, which are what they are
+        result: Any = ttest_ind(mine, base, equal_var=False)
+    return float(result.pvalue)
+
+
+def scipy_is_here() -> bool:
+    """Whether there can be p-values."""
+    return importlib.util.find_spec("scipy") is not None
+
+
+# --- Which runs are compared with which ----------------------------------------------------------------------------------
+
+
+def comparisons(
+    records: Iterable[Record], *, baseline: str | None = None, together: bool = False, best: bool = False
+) -> list[Comparison]:
+    """Runs of the same job side by side.
+
+    Args:
+        records: of any jobs.
+        baseline: name of the arm to compare with; by default the first that is data-parallel, else the first of all.
+        together: compare all runs on one task, even if steps, workers or batches differ.
+        best: of arms with the same name keep the one with the most seeds, then with the least loss.
+
+    Raises:
+        ConfigError: when no job has the baseline.
+    """
+    jobs: dict[str, list[Record]] = {}
+    for record in records:
+        jobs.setdefault(json.dumps(_job(record, together), default=str), []).append(record)
+    found = [_comparison(some, baseline, together, best) for some in jobs.values()]
+    if baseline is not None and all(c.baseline.name != baseline for c in found):
+        names = ", ".join(repr(arm.name) for c in found for arm in c.arms)
+        raise ConfigError(f"no arm is named {baseline!r}, to be the baseline: choose from {names}")
+    return found
+
+
+def _comparison(records: list[Record], baseline: str | None, together: bool, best: bool) -> Comparison:
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(_identity(record), []).append(record)
+    samples = list(groups.values())
+    if best:
+        samples = _best_of_each_name(samples)
+    arms = tuple(Arm(name, tuple(some)) for name, some in zip(_names(samples), samples, strict=True))
+    dense = [arm for arm in arms if arm.first.config.algorithm in ("ddp", "data-parallel")]
+    chosen = next((arm for arm in arms if arm.name == baseline), (dense or arms)[0])
+    settings = [_settings(arm.first) for arm in arms]
+    common = {k: v for k, v in settings[0].items() if all(k in other and other[k] == v for other in settings)}
+    varying = tuple(name for name in _JOB if len({str(getattr(arm.first.config, name)) for arm in arms}) > 1)
+    return Comparison(_title(records[0], together), arms, chosen, common if len(arms) > 1 else {}, varying)
+
+
+def _job(record: Record, together: bool) -> dict[str, Any]:
+    config = replace(record.config, workers=int(record.figures["workers"]))
+    return {name: getattr(config, name) for name in (("task",) if together else _JOB)}
+
+
+def _title(record: Record, together: bool) -> str:
+    job = _job(record, together)
+    words = [str(job["task"])]
+    if not together:
+        words += [counted(job["workers"], "worker"), counted(job["steps"], "step")]
+        words += [f"{name.replace('_', '-')} {job[name]}" for name in ("batch", "data", "non_iid") if job[name] is not None]
+    return ", ".join(words)
+
+
+def _identity(record: Record) -> str:
+    config = {k: v for k, v in asdict(record.config).items() if k not in _NOT_OF_AN_ARM}
+    return json.dumps([record.arm, record.place, config], sort_keys=True, default=str)
+
+
+def _settings(record: Record) -> dict[str, Any]:
+    """What may tell an arm from another of the same method."""
+    return {k: v for k, v in changed(record.config).items() if k not in (*_NOT_OF_AN_ARM, "data", "non_iid", "batch")}
+
+
+def _names(samples: list[list[Record]]) -> list[str]:
+    """The arms' names; where two are alike, with what tells them apart."""
+    given = [some[0].arm for some in samples]
+    names = []
+    for some, name in zip(samples, given, strict=True):
+        alike = [_told_apart_by(other[0]) for other, its in zip(samples, given, strict=True) if its == name]
+        mine = _told_apart_by(some[0])
+        apart = {k: v for k, v in mine.items() if any(other.get(k) != v for other in alike)}
+        names.append(name if len(alike) == 1 else f"{name} ({show_settings(apart) or 'as usual'})")
+    return names
+
+
+def _told_apart_by(record: Record) -> dict[str, Any]:
+    config = record.config
+    return {
+        "": record.place,
+        **{k: getattr(config, k) for k in ("algorithm", "workers", "steps", "batch")},
+        **changed(config),
+        **{"lr": config.lr, **config.settings},
+    }
+
+
+def _best_of_each_name(samples: list[list[Record]]) -> list[list[Record]]:
+    best: dict[str, tuple[tuple[int, float], list[Record]]] = {}
+    for some in samples:
+        loss = Sample(tuple(record.loss for record in some)).mean
+        rank = (-len(some), loss if math.isfinite(loss) else math.inf)
+        if some[0].arm not in best or rank < best[some[0].arm][0]:
+            best[some[0].arm] = rank, some
+    return [some for _, some in best.values()]
+
+
+def show_settings(settings: dict[str, Any]) -> str:
+    """Settings for people: "H=32, lr=0.002"; what has no name of its own says enough by its value."""
+    return ", ".join(f"{name}={_plain(value)}" if name else _plain(value) for name, value in settings.items())
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return " ".join(map(_plain, value)) if isinstance(value, list | tuple) else str(value)

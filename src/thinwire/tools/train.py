@@ -1,0 +1,412 @@
+"""The training loop of one worker: the same function under torchrun, on processes we start, and in the simulator."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from thinwire import checkpoint
+from thinwire.algorithms import DataParallel, found
+from thinwire.codecs import parse_codec
+from thinwire.core.gates import handshake, running_statistics, tell_all
+from thinwire.core.optimizer import Algorithm
+from thinwire.core.wrapper import Wrapper
+from thinwire.errors import CheckpointError, ConfigError, NonFiniteRound, TrainingDiverged
+from thinwire.links import Link, Metered, SoloLink, TorchLink
+from thinwire.links.ddp import MeteredDDP
+from thinwire.payload import Payload
+from thinwire.tasks import make_task
+from thinwire.tasks.task import Task
+from thinwire.tools.config import ALONE, RunConfig, resolve_algorithm
+from thinwire.tools.inner import inner_of, refuse_slow_settings
+
+log = logging.getLogger("thinwire")
+
+_BAD_LOSSES = 8  # so many steps in a row with a loss that is not finite, on all workers, are no accident
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a worker stands after a step.
+
+    Attributes:
+        step: steps taken.
+        loss: this worker's training loss at that step.
+        seconds: training time so far on the link's clock, without evaluations and checkpoints.
+        items: tokens, images or samples that all workers together have seen.
+        sent: bytes that this worker has sent.
+        received: bytes that it has received.
+        payload: bytes of its own messages, before a ring or a gather multiplies them.
+        rounds: exchanges so far.
+        waiting: seconds of `seconds` that it spent waiting on the wire.
+        validation: figures of the shared model, where it was evaluated after this step; with `drift`, how far the workers'
+            models are apart, and `mean_...`, the figures of their mean, where they are.
+    """
+
+    step: int
+    loss: float
+    seconds: float
+    items: int
+    sent: int
+    received: int
+    payload: int
+    rounds: int
+    waiting: float
+    validation: dict[str, float] | None = None
+
+    def record(self) -> dict[str, Any]:
+        """A flat line for metrics.jsonl."""
+        line = {k: v for k, v in asdict(self).items() if k != "validation"}
+        return line | {f"val_{k}": v for k, v in (self.validation or {}).items()}
+
+
+class Watcher(Protocol):
+    """Somebody who wants to know how a run goes on: the progress display, the metrics file."""
+
+    def __call__(self, progress: Progress, /) -> None:
+        """Called after every step."""
+
+
+class Trainer:
+    """One worker's model, optimizer and data, and the loop over them.
+
+    Args:
+        config: what to run.
+        link: this worker's end of the wire.
+        task: model and data; made from the config where it is not given.
+        shard: shards the model in place over the fast axis of a mesh, where there is one.
+        part: which part of its worker's batch this process takes: (number of the shard, number of shards).
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        link: Link,
+        *,
+        task: Task | None = None,
+        shard: Callable[[nn.Module], nn.Module] | None = None,
+        part: tuple[int, int] = (0, 1),
+    ):
+        """Build everything; only torch's DDP uses the wire already."""
+        self.config, self.link, self.part = config, Metered(link), part
+        self.task = task or task_of(config, link.size)
+        self.model = self.task.model().to(device_of(config))
+        if shard is not None:
+            self.model = shard(self.model)
+        # torch's own DDP where it can be had, so that nobody can say that the baseline was weak.
+        self.ddp = None
+        if config.algorithm == "ddp" and isinstance(link, TorchLink) and config.shards == 1:
+            self.ddp = MeteredDDP(self.model, self.link)
+            self.ddp.rehearse(lambda model: self.task.loss(model, self.task.batch(self.link.rank, 1)))
+        own = replace(config, clip_norm=0.0) if self.ddp else config  # gradients are averaged before the optimizer sees them
+        # DDP exchanges by itself; "alone" is the control that trains without a wire.
+        self.wire = SoloLink() if self.ddp or config.algorithm == ALONE else self.link
+        self.warm = config.warm_start > 0 and not self.ddp
+        self.optimizer = self._new_optimizer(own)
+        if part[1] > 1 and (rows := len(self.task.batch(0, 1)[0])) % part[1]:
+            raise ConfigError(f"a batch of {rows} does not divide among {part[1]} shards: choose another --batch or --shards")
+        self.optimizer.check_total(config.steps)
+        self.step, self.seconds, self._before = 0, 0.0, 0.0
+        self.unsaved = ""  # why the last checkpoint could not be written
+        self._bad_losses = 0  # the last so many steps of this worker had a loss that is not finite
+        self._save_waits = False  # whether a checkpoint is due and waits for parameters that are finite
+
+    def run(self, watch: Watcher, *, checkpoints: Path | None = None, checkpoint_every: int = 0) -> Progress:
+        """Train to the end; resumes from the newest checkpoint if `resume` was called before.
+
+        No checkpoint is written of parameters that are not finite, so that the last good one is never removed for a bad one.
+
+        Args:
+            watch: called after every step.
+            checkpoints: folder to save into; None saves nothing.
+            checkpoint_every: steps between two checkpoints; 0 saves none.
+
+        Raises:
+            TrainingDiverged: on all workers, where their numbers are lost.
+        """
+        try:
+            return self._run(watch, checkpoints, checkpoint_every)
+        except TrainingDiverged as error:
+            saved = checkpoint.finished(checkpoints) if checkpoints is not None else []
+            kept = f"the checkpoint of step {checkpoint.step_of(saved[-1])} is kept" if saved else "there is no checkpoint"
+            raise TrainingDiverged(f"{error}; {kept}", since=error.since) from error
+
+    def _run(self, watch: Watcher, checkpoints: Path | None, checkpoint_every: int) -> Progress:
+        config = self.config
+        if self.ddp:  # its exchanges do not pass through our gates
+            handshake(self.link.link, self.optimizer.fingerprint())
+        progress = self._progress(float("nan"))
+        self._start_clock()
+        evaluated = saved = self.step
+        while self.step < config.steps:
+            loss = self._one_step(self.step + 1)
+            last = self.step >= config.steps
+            if self.warm and self.step == config.warm_start:
+                self._end_warm_start()
+            if last:
+                self.optimizer.finish()
+            # Workers of different pace are at the same step only where a round has just ended.
+            together = last or self.optimizer.in_step
+            evaluate = last or (together and _passed(config.eval_every, evaluated, self.step))
+            due = checkpoint_every > 0 and (last or _passed(checkpoint_every, saved, self.step))
+            save = checkpoints is not None and together and due
+            self._bad_losses = 0 if math.isfinite(loss) else self._bad_losses + 1
+            fit = False
+            if evaluate or save:
+                self._stop_clock()
+                fit = self._check_numbers(last)
+            progress = self._progress(float(loss), self.evaluate() if evaluate else None)
+            watch(progress)
+            if last and not math.isfinite((progress.validation or {}).get("loss", 0.0)):
+                raise self.optimizer.training_diverged("the validation loss at the end is not finite", since=self.step)
+            if save and fit:
+                assert checkpoints is not None
+                self._save_or_warn(checkpoints)
+            evaluated = self.step if evaluate else evaluated
+            saved = self.step if save and fit else saved  # what could not be saved is tried again at the next step
+            if evaluate or save:
+                self._start_clock()
+        return progress
+
+    def _one_step(self, step: int) -> torch.Tensor:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.lr_at(step)
+        shard, shards = self.part
+        x, y = self.task.batch(self.link.rank, step)
+        batch = x.chunk(shards)[shard], y.chunk(shards)[shard]  # FSDP2 averages the gradients of the parts
+        loss = self.task.loss(self.ddp.module if self.ddp else self.model, batch)
+        loss.backward()
+        if self.ddp and (culprits := self.ddp.backward_done()):
+            self._refuse(culprits)
+        if self.config.clip_norm and (self.ddp or not clips_itself(type(self.optimizer))):
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step = self.optimizer.steps
+        return loss.detach()
+
+    def _new_optimizer(self, config: RunConfig) -> Algorithm:
+        if self.warm:
+            return warm_optimizer_of(config, self.model, self.link)
+        return optimizer_of(config, self.model, self.wire)
+
+    def _end_warm_start(self) -> None:
+        """The method takes over from synchronous steps: its inner optimizer goes on where it is."""
+        before, self.warm = self.optimizer, False
+        assert isinstance(before, Wrapper)
+        self.optimizer = optimizer_of(self.config, self.model, self.wire, inner=before.inner)
+        self.optimizer.take_over(before)
+        self.optimizer.check_total(self.config.steps)
+
+    def _be_at(self, step: int) -> None:
+        """Have the optimizer that a checkpoint of this step was written with: that of the warm start, or the method's."""
+        warm = step < self.config.warm_start
+        if warm and not self.warm:
+            self.optimizer, self.warm = warm_optimizer_of(self.config, self.model, self.link), True
+        elif self.warm and not warm:
+            self._end_warm_start()
+
+    def _refuse(self, culprits: list[int]) -> None:
+        """What the finite gate does for every other method: DDP has averaged a NaN, so nobody takes this step."""
+        names = ", ".join(f"rank {r}" for r in culprits)
+        what = f"step {self.step + 1} refused on all {self.link.size} workers: NaN or Inf in the contribution of {names}"
+        self.optimizer.refuse(NonFiniteRound(what, culprits=culprits), step=self.step + 1)
+        self.optimizer.zero_grad()  # without gradients the step that follows changes nothing but its number
+
+    def _check_numbers(self, last: bool) -> bool:
+        """Whether all workers' numbers are fit to be saved; one byte from each, not metered.
+
+        The parameters of some workers may be bad between two rounds: the next round heals them. All workers are past that
+        where the parameters they would go back to are bad; where each one's own are (of a single worker at the end of the run
+        only: before, it goes back to the last agreed ones and tries again); or where all losses have been bad for a while.
+        Before that, parameters that give none but bad losses are not saved either: they may be finite, and out of all bounds.
+
+        Raises:
+            TrainingDiverged: on all workers alike.
+        """
+        optimizer = self.optimizer
+        mine = (not optimizer.params_finite(), not optimizer.agreed_finite(), optimizer.lost_parameters)
+        flags = (*mine, self._bad_losses > 0, self._bad_losses >= _BAD_LOSSES)
+        byte = sum(1 << bit for bit, flag in enumerate(flags) if optimizer.shards.any(flag))
+        told = self.link.link.all_gather(Payload.of_bytes(bytes([byte]), purpose="finite", fixed=True))
+        bad, agreed, lost, losses, long = ([bool(p.to_bytes()[0] & 1 << bit) for p in told] for bit in range(len(flags)))
+        workers = f"all {self.link.size} workers" if self.link.size > 1 else "the worker"
+        if any(agreed):
+            ranks = ", ".join(f"rank {rank}" for rank, flag in enumerate(agreed) if flag)
+            raise optimizer.training_diverged(f"the parameters to go on from hold NaN or Inf on {ranks}", since=self.step)
+        if all(a or b for a, b in zip(bad, lost, strict=True)) and (self.link.size > 1 or last):
+            raise optimizer.training_diverged(f"the parameters of {workers} hold NaN or Inf", since=self.step)
+        if all(long):
+            what = f"the losses of {workers} have been NaN or Inf for {_BAD_LOSSES} steps or more"
+            raise optimizer.training_diverged(what, since=self.step + 1 - self._bad_losses)
+        if any(bad) and not self._save_waits:
+            ranks = ", ".join(f"rank {rank}" for rank, flag in enumerate(bad) if flag)
+            log.warning("step %d: NaN or Inf in the parameters of %s, nothing is saved until they are healed", self.step, ranks)
+        self._save_waits = any(bad)
+        return not any(bad) and (last or not all(losses))
+
+    def evaluate(self) -> dict[str, float]:
+        """Figures of the shared model, computed by worker 0 and told to all; not metered.
+
+        `drift` is NaN where a worker's parameters are not finite, and it has no agreed ones to be compared instead.
+        """
+        figures: dict[str, float] = {}
+        if self.link.rank == 0:
+            with self.optimizer.shared_model(self.model):
+                figures = self.task.evaluate(self.model)
+        try:
+            figures["drift"] = self.optimizer.drift(self.link.link)
+            if figures["drift"] > 0:  # there is no shared model: worker 0's was evaluated, and here is the mean of all
+                with self.optimizer.shared_model(self.model, mean_over=self.link.link):
+                    if self.link.rank == 0:
+                        figures |= {f"mean_{k}": v for k, v in self.task.evaluate(self.model).items()}
+        except NonFiniteRound:  # on all workers alike
+            figures["drift"] = math.nan
+        return tell_all(self.link.link, figures, float)
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint; called by all workers after the same step."""
+        extra = {**self.link.meter.state_dict(), "seconds": self.seconds, "handshake": float(self.optimizer._greeted)}
+        checkpoint.save(folder, self.model, self.optimizer, self.link.link, extra=extra)
+
+    def _save_or_warn(self, folder: Path) -> None:
+        """Save; where that fails, on all workers alike, go on training: there may be room again for the next one."""
+        try:
+            self.save(folder)
+            self.unsaved = ""
+        except CheckpointError as error:
+            log.warning("%s; training goes on", error)
+            self.unsaved = str(error)
+
+    def resume(self, folder: Path) -> list[str]:
+        """Go on from the newest checkpoint in `folder`, if there is one; says what was taken over."""
+        saved = checkpoint.finished(folder)
+        if not saved:
+            return ["no checkpoint yet: starting from step 0"]
+        notes = []
+        while True:  # a damaged one is passed over for the one before it
+            path = saved.pop()
+            if self.config.warm_start and not self.ddp:
+                self._be_at(checkpoint.step_of(path))
+            try:
+                resumed = checkpoint.load(path, self.model, self.optimizer, self.link.link)
+                break
+            except CheckpointError as error:
+                if not saved:
+                    raise
+                notes.append(str(error))
+        if resumed.step >= self.config.steps:
+            raise ConfigError(f"{folder.parent} is finished: it has all {resumed.step} steps; give a larger --steps to go on")
+        self.step = resumed.step
+        if resumed.extra:
+            self.seconds = resumed.extra.pop("seconds")
+            again = bool(resumed.extra.pop("handshake"))
+            self.link.meter.load_state_dict(resumed.extra, handshake_repeats=again)
+        return [*notes, f"resumed from step {resumed.step}", *resumed.notes]
+
+    def _progress(self, loss: float, validation: dict[str, float] | None = None) -> Progress:
+        totals = self.link.meter.totals
+        seconds = self.seconds + (self.link.now() - self._before if self._before >= 0 else 0.0)
+        items = self.step * self.task.batch_items * self.link.size
+        return Progress(
+            self.step,
+            loss,
+            seconds,
+            items,
+            totals.sent,
+            totals.received,
+            totals.payload,
+            totals.rounds,
+            totals.waiting,
+            validation,
+        )
+
+    def _start_clock(self) -> None:
+        self._before = self.link.now()
+        self.optimizer.restart_clock()
+
+    def _stop_clock(self) -> None:
+        self.seconds += self.link.now() - self._before
+        self._before = -1.0
+
+
+def device_of(config: RunConfig) -> torch.device:
+    """Where this worker computes: its own GPU, or the CPU."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no GPU on this machine")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def task_of(config: RunConfig, workers: int) -> Task:
+    """The config's task for this number of workers."""
+    return make_task(
+        config.task, seed=config.seed, workers=workers, batch=config.batch, data=config.data, non_iid=config.non_iid
+    )
+
+
+def warm_optimizer_of(config: RunConfig, model: nn.Module, link: Link) -> Algorithm:
+    """Averaged gradients around the inner optimizer that the config's algorithm will have, or one of its kind."""
+    inner = _inner_for(config, model)
+    if inner is None:
+        cls = found()[resolve_algorithm(config.algorithm, found())[0]]
+        inner = inner_of(cls.warm_inner, model, config, K=config.settings.get("H", 32))
+    return DataParallel(inner, link, clip_norm=config.clip_norm, buffers=running_statistics(model))
+
+
+def _inner_for(config: RunConfig, model: nn.Module) -> Optimizer | None:
+    """A new inner optimizer for the config's algorithm, None where it has none."""
+    name, fixed = resolve_algorithm(config.algorithm, found())
+    cls = found()[name]
+    if not issubclass(cls, Wrapper):
+        refuse_slow_settings(config, config.algorithm)
+        if config.inner is not None:
+            raise ConfigError(f"{config.algorithm} is an optimizer itself and has no inner one, got --inner {config.inner}")
+        return None
+    settings = {**fixed, **config.settings}
+    H = inspect.signature(cls.__init__).parameters.get("H")
+    K = settings.get("K_u") or settings.get("H", H.default if H else 32)
+    return inner_of(config.inner or settings.get("inner", cls.usual_inner), model, config, K=K)
+
+
+def optimizer_of(config: RunConfig, model: nn.Module, link: Link, *, inner: Optimizer | None = None) -> Algorithm:
+    """The config's algorithm around its inner optimizer, or around one that has been at work before."""
+    algorithms = found()
+    name, fixed = resolve_algorithm(config.algorithm, algorithms)
+    cls, settings = algorithms[name], {**fixed, **config.settings}
+    settings.pop("inner", None)
+    prescribed = settings.pop("wire", None)
+    if wire := config.wire or prescribed:
+        settings["codec"] = parse_codec(wire)
+    if statistics := running_statistics(model):
+        settings["buffers"] = statistics
+    make: Any = cls
+    if clips_itself(cls):
+        settings["clip_norm"] = config.clip_norm
+    if issubclass(cls, Wrapper):
+        return make(inner or _inner_for(config, model), link, **settings)
+    _inner_for(config, model)  # refuses settings of an inner optimizer
+    known = inspect.signature(cls.__init__).parameters
+    own = {"lr": config.lr, "weight_decay": config.weight_decay}
+    return make(model.parameters(), link, **{k: v for k, v in own.items() if k in known}, **settings)
+
+
+def clips_itself(cls: type[Algorithm]) -> bool:
+    """Whether a method has a place of its own for clipping; for all others the loop does it, worker by worker."""
+    return "clip_norm" in inspect.signature(cls.__init__).parameters
+
+
+def _passed(period: int, before: int, now: int) -> bool:
+    """Whether a multiple of the period lies after `before`, up to `now`."""
+    return bool(period) and now // period > before // period

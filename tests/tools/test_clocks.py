@@ -1,0 +1,242 @@
+"""How runs treat the methods with several clocks: inner optimizers, warm starts, newcomers, the beta command."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conformance.training import H, assert_same, build, model_of, snapshot, train
+from tests.processes import Pool
+from thinwire import MTDAO, DataParallel, Link, SoloLink, TorchLink, World, checkpoint
+from thinwire.core.wrapper import Wrapper
+from thinwire.errors import ConfigError
+from thinwire.optim import QHADOPT, QHM, LowRankAdam, QHAdam, QHMuon, propose_beta
+from thinwire.tools.cli import main
+from thinwire.tools.config import RunConfig, check_same_run, read_run_toml, write_run_toml
+from thinwire.tools.train import Progress, Trainer, optimizer_of, warm_optimizer_of
+
+
+def config_of(algorithm: str, **settings: Any) -> RunConfig:
+    own = settings.pop("settings", {"H": 4})
+    return RunConfig(algorithm=algorithm, task="quadratic", steps=24, lr=0.05, eval_every=0, settings=own, **settings)
+
+
+def inner_of(config: RunConfig) -> torch.optim.Optimizer:
+    opt = optimizer_of(config, nn.Linear(4, 4), SoloLink())
+    assert isinstance(opt, Wrapper)
+    return opt.inner
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("qhadam", QHAdam), ("qhadopt", QHADOPT), ("qhm", QHM), ("qhmuon", QHMuon), ("muon", QHMuon), ("low-rank", LowRankAdam)],
+)
+def test_inner_optimizers_by_name(name: str, kind: type) -> None:
+    assert type(inner_of(config_of("data-parallel", inner=name, settings={}))) is kind
+
+
+def test_each_method_has_its_usual_inner_optimizer() -> None:
+    assert type(inner_of(config_of("mt-dao"))) is QHAdam
+    for algorithm in ("diloco", "local-adam", "des-loc", "local-sgd"):
+        assert type(inner_of(config_of(algorithm))) is torch.optim.AdamW
+    assert type(inner_of(config_of("local-adam", inner="qhm"))) is QHM, "a name that is given wins over the preset's"
+
+
+def test_a_beta_is_proposed_from_the_period_and_the_length_of_the_run() -> None:
+    group = inner_of(replace(config_of("mt-dao", settings={"H": 16}), steps=100_000)).param_groups[0]
+    assert group["betas"] == (propose_beta(16).beta,)
+    assert group["omegas"] == (0.95,)
+    short = inner_of(replace(config_of("mt-dao", settings={}), steps=100)).param_groups[0]["betas"]
+    assert short == (propose_beta(32, steps=100).beta,), "of the default period"
+    assert inner_of(config_of("mt-dao", qh_betas=(0.5, 0.9), qh_omegas=(0.1, 0.8))).param_groups[0]["betas"] == (0.5, 0.9)
+
+
+def test_settings_of_slow_momenta_are_refused_where_there_are_none() -> None:
+    with pytest.raises(ConfigError, match=r"qh-betas is a setting of qhadam, .* not of adamw, got"):
+        inner_of(config_of("diloco", qh_betas=(0.9,)))
+    with pytest.raises(ConfigError, match=r"qh-lives is a setting of .* not of demo, got 4.0"):
+        optimizer_of(config_of("demo", qh_lives=4.0, settings={}), nn.Linear(4, 4), SoloLink())
+    with pytest.raises(ConfigError, match="lordo is an optimizer itself and has no inner one, got --inner adamw"):
+        optimizer_of(config_of("lordo", inner="adamw"), nn.Linear(4, 4), SoloLink())
+    with pytest.raises(ConfigError, match="beta2 is of a second moment, which sgd does not have"):
+        inner_of(config_of("diloco", inner="sgd", beta2=0.9))
+    with pytest.raises(ConfigError, match=r"qh-omegas must be given with qh-betas=\(0.9, 0.99\)"):
+        inner_of(config_of("mt-dao", qh_betas=(0.9, 0.99)))
+
+
+def test_pairs_and_defaults_survive_run_toml(tmp_path: Path) -> None:
+    config = config_of("mt-dao", qh_betas=(0.9, 0.99), qh_omegas=(0.1, 0.8), warm_start=8)
+    write_run_toml(tmp_path / "run.toml", config)
+    again = read_run_toml(tmp_path / "run.toml")
+    check_same_run(tmp_path, again, config)
+    assert again == config
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [({"warm_start": 24}, "below steps=24"), ({"warm_lr": -1.0}, "warm-lr"), ({"qh_lives": -1.0}, "lives")],
+)
+def test_bad_settings_are_refused(wrong: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        config_of("mt-dao", **wrong).validate()
+
+
+# --- Warm starts -------------------------------------------------------------------------------------------------------------
+
+
+def _nobody(_: Progress) -> None:
+    pass
+
+
+def trained(config: RunConfig, workers: int = 3) -> list[tuple[list, Any]]:
+    def worker(link: Link) -> tuple[list, Any]:
+        trainer = Trainer(config, link)
+        trainer.run(_nobody)
+        return snapshot(trainer.model), trainer.optimizer
+
+    return World(workers, step_time=0.0).run(worker)
+
+
+def test_a_warm_start_is_data_parallel_and_then_the_method() -> None:
+    """Up to the switch bit for bit the synchronous run; after it other than either."""
+    seen: dict[str, list] = {}
+
+    def until(name: str, config: RunConfig) -> None:
+        def worker(link: Link) -> None:
+            trainer = Trainer(config, link)
+
+            def watch(progress: Progress) -> None:
+                if progress.step == 8:
+                    seen.setdefault(name, []).append(snapshot(trainer.model))
+
+            trainer.run(watch)
+
+        World(3, step_time=0.0).run(worker)
+
+    until("warm", config_of("local-adam", warm_start=8))
+    until("synchronous", config_of("data-parallel", settings={}))
+    for mine, theirs in zip(seen["warm"], seen["synchronous"], strict=True):
+        assert_same(mine, theirs)
+    finals = {name: trained(config_of(name, warm_start=warm)) for name, warm in (("mt-dao", 8), ("local-adam", 8))}
+    for results in finals.values():
+        for params, opt in results:
+            assert isinstance(opt, MTDAO)
+            assert_same(params, results[0][0])
+            assert (opt.steps, opt.rounds) == (24, 8 + 4), "eight synchronous rounds, then one every four steps"
+            assert opt.pending_steps == 0
+
+
+def test_slow_momenta_are_switched_on_when_the_warm_start_ends() -> None:
+    _, opt = trained(config_of("mt-dao", warm_start=8, qh_betas=(0.99,), qh_omegas=(0.9,)))[0]
+    state = opt.inner.state[opt._active[0]]
+    assert (int(state["step"]), int(state["step_of_reset"])) == (24, 8)
+    assert opt.param_groups[0]["warmup"] == 8
+    _, other = trained(config_of("mt-dao", warm_start=8, qh_warmup=0, qh_betas=(0.99,), qh_omegas=(0.9,)))[0]
+    assert int(other.inner.state[other._active[0]]["step_of_reset"]) == 0
+
+
+def test_the_learning_rate_of_a_warm_start() -> None:
+    config = config_of("mt-dao", warm_start=8, warm_lr=0.5, lr_warmup=2, lr_final=1.0)
+    assert [config.lr_at(step) for step in (1, 2, 8, 9, 24)] == [0.25, 0.5, 0.5, 0.05, 0.05]
+
+
+def _resumed_run(link: Link, folder: Path, stop: int) -> list:
+    config = config_of("mt-dao", warm_start=8, qh_betas=(0.9,), qh_omegas=(0.9,))
+    first = Trainer(replace(config, lr_final=1.0), link)
+    for step in range(1, stop + 1):
+        first._one_step(step)
+        if first.warm and step == config.warm_start:
+            first._end_warm_start()
+    first.save(folder)
+    again = Trainer(replace(config, lr_final=1.0), link)
+    again.resume(folder)
+    for trainer in (first, again):
+        for step in range(stop + 1, 25):
+            trainer._one_step(step)
+            if trainer.warm and step == config.warm_start:
+                trainer._end_warm_start()
+    assert type(again.optimizer) is MTDAO
+    assert_same(snapshot(first.model), snapshot(again.model))
+    return snapshot(first.model)
+
+
+@pytest.mark.parametrize("stop", [5, 8, 14], ids=["during", "at its end", "after"])
+def test_a_run_with_a_warm_start_resumes_bit_for_bit(stop: int, tmp_path: Path, pool: Pool) -> None:
+    pool.run(_resumed_run, 4, tmp_path, stop)
+
+
+def test_a_method_without_an_inner_optimizer_has_a_warm_start_too() -> None:
+    results = trained(config_of("demo", warm_start=8, settings={}))
+    for params, opt in results:
+        assert not isinstance(opt, DataParallel)
+        assert opt.steps == 24
+        assert_same(params, results[0][0])
+
+
+def test_lordo_goes_on_with_the_projectors_of_its_warm_start() -> None:
+    config = config_of("lordo", warm_start=8, settings={"H": 4, "rank": 3})
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    warm = warm_optimizer_of(config, model, SoloLink())
+    assert isinstance(warm, Wrapper)
+    assert type(warm.inner) is LowRankAdam
+    for _ in range(8):
+        model(torch.randn(4, 8)).square().sum().backward()
+        warm.step()
+        warm.zero_grad()
+    opt = optimizer_of(config, model, SoloLink())
+    Q = opt.state[model.weight]["Q"]
+    assert not torch.equal(Q, warm.inner.state[model.weight]["Q"])
+    opt.take_over(warm)
+    assert torch.equal(Q, warm.inner.state[model.weight]["Q"])
+    assert opt.steps == 8
+    assert not opt.state[model.weight]["exp_avg"].any()
+
+
+# --- Newcomers ---------------------------------------------------------------------------------------------------------------
+
+
+def _save(link: TorchLink, folder: Path) -> list:
+    model = model_of()
+    opt = build("mt-dao", model.parameters(), link)
+    train(model, opt, link.rank, 2 * H)  # two rounds, the last one just ended
+    checkpoint.save(folder, model, opt, link)
+    return snapshot(model)
+
+
+def _join(link: TorchLink, folder: Path) -> tuple[list, list, list[str]]:
+    model = model_of(seed=99)
+    opt = build("mt-dao", model.parameters(), link)
+    notes = checkpoint.load(checkpoint.finished(folder)[-1], model, opt, link).notes
+    before, moments = snapshot(model), [m.clone() for m in opt.inner_state()["exp_avg"]]
+    train(model, opt, link.rank, H, first=2 * H + 1)
+    return before, moments, notes
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_another_number_of_workers_takes_parameters_and_moments_from_the_first(size: int, tmp_path: Path, pool: Pool) -> None:
+    saved = pool.run(_save, 2, tmp_path)
+    for before, moments, notes in pool.run(_join, size, tmp_path):
+        assert_same(before, saved[0])
+        assert all(bool(m.any()) for m in moments), "and not from zero"
+        assert notes == ["all workers start from the parameters of the first, and from its averaged states"]
+
+
+# --- thinwire beta ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_beta_command_proposes_and_explains(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["beta", "32", "--steps", "200"])
+    out = capsys.readouterr().out
+    assert left.value.code == 0
+    assert "too slow for a run of 200 steps" in out
+    with pytest.raises(SystemExit) as left:
+        main(["beta", "0"])
+    assert left.value.code == 2
+    assert "K must be a whole number of at least 1, got 0" in capsys.readouterr().err

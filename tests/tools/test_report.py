@@ -1,0 +1,577 @@
+"""`thinwire report`: statistics by hand, figures that are right in light and dark, and the page in a real browser."""
+
+from __future__ import annotations
+
+import builtins
+import html
+import json
+import math
+import re
+import sys
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from tests.browser import CHROMIUM, Browser
+from tests.tiers import first_quick
+from tests.tools.made_records import PARAMETERS, made_comparison, made_record
+from thinwire.errors import ConfigError, MissingDependency
+from thinwire.tools.cli import main
+from thinwire.tools.commands import demo
+from thinwire.tools.places import Simulated
+from thinwire.tools.records import Record, append_record, read_records, thinned
+from thinwire.tools.report import write_report
+from thinwire.tools.report.comparison import Comparison, Sample, comparisons, p_value
+from thinwire.tools.report.curves import curves_of, evaluations, round_sizes, smoothed, steps
+from thinwire.tools.report.drawing import DARK_ARMS, LIGHT_ARMS, save_svg
+from thinwire.tools.report.figures import drawings
+from thinwire.tools.report.svg import inline_svg
+from thinwire.tools.report.table import headline, show_p, show_times, table
+from thinwire.tools.report.terminal import show
+
+EVIDENCE = Path(__file__).parents[2] / "benchmarks" / "records" / "evidence.jsonl"
+SPEEDS = [("10mbit", 1e7), ("100mbit", 1e8), ("1gbit", 1e9)]
+NASTY = '<script>alert(1)</script> & "$x^2$" {{title}}'
+
+
+def only(records: list[Record], **how: Any) -> Comparison:
+    (comparison,) = comparisons(records, **how)
+    return comparison
+
+
+def with_losses(arm: str, losses: list[float], algorithm: str = "diloco", **more: Any) -> list[Record]:
+    made = [made_record(arm, seed=seed, algorithm=algorithm, **more) for seed in range(len(losses))]
+    return [replace(r, figures=r.figures | {"val_loss": loss}) for r, loss in zip(made, losses, strict=True)]
+
+
+def cells(comparison: Comparison) -> list[dict[str, str]]:
+    columns, rows = table(comparison)
+    return [dict(zip(columns, (cell.text for cell in row), strict=True)) for row in rows]
+
+
+# --- Statistics ----------------------------------------------------------------------------------------------------------
+
+
+def test_mean_and_spread_by_hand() -> None:
+    sample = Sample((1.0, 2.0, 4.0))
+    assert sample.mean == pytest.approx(7 / 3)
+    assert sample.spread == pytest.approx(math.sqrt(7 / 3)), "(16/9 + 1/9 + 25/9) / (3 - 1)"
+    assert math.isnan(Sample((1.0,)).spread) and math.isnan(Sample(()).mean)
+    assert math.isnan(Sample((1.0, math.nan)).mean) and math.isnan(Sample((1.0, math.nan)).spread)
+
+
+def test_the_p_value_by_hand() -> None:
+    # Means 2 and 4, variances 1 and 1, n = 3: t = -2 / sqrt(2/3) = -2.4495, and Welch's degrees of freedom are 4.
+    # For 4 degrees the distribution function is algebraic: p = 1 - x (1 + (1 - x^2) / 2), x = t / sqrt(t^2 + 4).
+    t = 2 / math.sqrt(2 / 3)
+    x = t / math.sqrt(t**2 + 4)
+    assert p_value([1, 2, 3], [3, 4, 5]) == pytest.approx(1 - x * (1 + (1 - x**2) / 2))
+    assert p_value([1, 2, 3], [3, 4, 5]) == pytest.approx(0.0705, abs=1e-4)
+    # Unequal variances and sizes: 2 degrees where one side has no spread (n = 3), p = 1 - t / sqrt(t^2 + 2).
+    t = 2 / math.sqrt(1 / 3)
+    assert p_value([1, 2, 3], [4, 4]) == pytest.approx(1 - t / math.sqrt(t**2 + 2))
+
+
+def test_there_is_no_p_value_where_there_is_nothing_to_test() -> None:
+    assert p_value([1.0], [1.0, 2.0]) is None
+    assert p_value([1.0, 2.0], [1.0]) is None
+    assert p_value([1.0, math.nan], [1.0, 2.0]) is None
+    assert p_value([2.0, 2.0], [1.0, 1.0]) is None, "no spread at all: no test"
+    assert p_value([1.0, 2.0], [1.0, 2.0]) == pytest.approx(1.0)
+
+
+def test_without_scipy_there_is_a_table_without_p(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thinwire.tools.report.comparison.scipy_is_here", lambda: False)
+    monkeypatch.setattr("thinwire.tools.report.terminal.scipy_is_here", lambda: False)
+    assert p_value([1, 2, 3], [3, 4, 5]) is None
+    told = StringIO()
+    show([only(made_comparison())], Console(file=told, width=200))
+    assert "needs scipy: pip install 'thinwire[report]'" in " ".join(told.getvalue().split())
+
+
+def test_the_table_by_hand() -> None:
+    records = with_losses("ddp", [3.0, 4.0, 5.0], "ddp") + with_losses("far", [1.0, 2.0, 3.0], every=40, settings={"H": 40})
+    base, far = cells(only(records))
+    assert (base["arm"], base["loss"], base["vs baseline"], base["p"]) == ("ddp", "4.000 ±1.000", "baseline", "-")
+    assert (far["loss"], far["vs baseline"], far["p"], far["seeds"]) == ("2.000 ±1.000", "-50.0%", "0.07", "3")
+    assert far["settings"].startswith("H=40") and far["place"] == "simulated"
+    # 120 steps, a ring of 4: DDP sends 2 * 4 P * 3/4 per step, the other the same at every 40th.
+    assert base["bytes sent"] == "591 MB" and pytest.approx(591e6, rel=1e-3) == 6 * PARAMETERS * 120
+    assert (far["bytes sent"], far["fewer"], base["fewer"]) == ("14.8 MB", "40x", "1.0x")
+    assert (far["seconds"], far["waiting"]) == ("6.03", "0%") and base["waiting"] == "17%"
+    assert "accuracy" not in base, "a column in which nobody has anything"
+
+
+def test_one_seed_has_no_spread_and_no_p() -> None:
+    rows = cells(only(made_comparison(seeds=1)))
+    assert all("±" not in row["loss"] for row in rows)
+    assert "p" not in rows[0]
+
+
+def test_a_diverged_arm_is_called_so_and_is_never_the_best() -> None:
+    records = with_losses("ddp", [2.0, 2.0], "ddp") + with_losses("gone", [math.nan, math.inf], message=100)
+    records += with_losses("half", [2.0, math.nan], message=200) + with_losses("good", [2.01, 2.01], message=1000)
+    comparison = only(records)
+    rows = cells(comparison)
+    assert [row["loss"] for row in rows] == ["2.000 ±0.000", "diverged", "diverged in 1 of 2", "2.010 ±0.000"]
+    assert [row["vs baseline"] for row in rows] == ["baseline", "-", "-", "+0.5%"]
+    assert headline(comparison).startswith("good: ")
+
+
+def test_the_headline_is_the_thinnest_arm_within_one_percent() -> None:
+    records = with_losses("ddp", [2.0], "ddp") + with_losses("near", [2.018], message=PARAMETERS)
+    records += with_losses("nearer", [2.001], message=2 * PARAMETERS) + with_losses("thin", [2.1], message=100)
+    assert headline(only(records)) == "near: 4.0 times fewer bytes than ddp, validation loss +0.9%."
+    apart = with_losses("ddp", [2.0], "ddp") + with_losses("thin", [2.1], message=PARAMETERS)
+    assert headline(only(apart)) == ("No arm ended within 1% of ddp. The closest is thin, +5.0% with 4.0 times fewer bytes.")
+    assert headline(only(with_losses("ddp", [2.0], "ddp"))) == ""
+    same = with_losses("ddp", [2.0], "ddp") + with_losses("as fat", [1.9])
+    assert headline(only(same)) == "", "nothing is gained"
+
+
+def test_the_baseline_is_the_first_data_parallel_arm_or_the_named_one() -> None:
+    records = [made_record("far"), made_record("dense", algorithm="data-parallel"), made_record("ddp", algorithm="ddp")]
+    assert only(records).baseline.name == "dense"
+    assert only(records, baseline="far").baseline.name == "far"
+    assert only(records[:1]).baseline.name == "far"
+    with pytest.raises(ConfigError, match="no arm is named 'fat', to be the baseline: choose from 'far', 'dense', 'ddp'"):
+        only(records, baseline="fat")
+
+
+def test_other_jobs_are_other_comparisons_unless_asked_for_together() -> None:
+    records = [made_record("a"), made_record("b", steps=60), made_record("b"), made_record("c", task="gpt-small")]
+    assert [(c.title, [arm.name for arm in c.arms]) for c in comparisons(records)] == [
+        ("gpt-nano, 4 workers, 120 steps", ["a", "b"]),
+        ("gpt-nano, 4 workers, 60 steps", ["b"]),
+        ("gpt-small, 4 workers, 120 steps", ["c"]),
+    ]
+    nano, small = comparisons(records, together=True)
+    assert (nano.title, small.title) == ("gpt-nano", "gpt-small")
+    assert [arm.name for arm in nano.arms] == ["a", "b (steps=60)", "b (steps=120)"]
+    assert nano.settings_of(nano.arms[1])["steps"] == 60
+
+
+def test_arms_of_one_name_are_told_apart_and_the_best_can_be_kept() -> None:
+    records = with_losses("x", [2.0, 2.2], lr=1e-3) + with_losses("x", [1.9, 1.9], lr=2e-3) + with_losses("x", [1.0], lr=3e-3)
+    assert [arm.name for arm in only(records).arms] == ["x (lr=0.001)", "x (lr=0.002)", "x (lr=0.003)"]
+    (best,) = only(records, best=True).arms
+    assert (best.name, best.first.config.lr) == ("x", 2e-3), "the most seeds first, then the least loss"
+    places = [made_record("x"), made_record("x", place="lab 10mbit")]
+    assert [arm.name for arm in only(places).arms] == ["x (simulated)", "x (lab 10mbit)"]
+
+
+def test_common_settings_are_said_once() -> None:
+    records = [made_record("a", lr=0.01, settings={"H": 5}), made_record("b", lr=0.01, settings={"H": 6, "outer_lr": 0.3})]
+    comparison = only(records)
+    assert comparison.common == {"lr": 0.01}
+    assert [row["settings"] for row in cells(comparison)] == ["H=5", "H=6, outer_lr=0.3"]
+
+
+def test_numbers_for_people() -> None:
+    assert [show_times(x) for x in (0.4, 1.0, 8.04, 103.6, 1056.2)] == ["0.4x", "1.0x", "8.0x", "104x", "1,056x"]
+    assert [show_p(p) for p in (0.0004, 0.0042, 0.0704, 1.0)] == ["<0.001", "0.0042", "0.07", "1.00"]
+
+
+def test_old_evidence_is_compared_by_the_bytes_it_has() -> None:
+    found = comparisons(read_records(EVIDENCE), best=True)
+    first = next(c for c in found if c.title == "gpt-nano, 4 workers, 384 steps, batch 4")
+    assert first.baseline.name == "AdamW-DDP" and first.measure == "payload"
+    rows = {row["arm"]: row for row in cells(first)}
+    assert rows["AdamW-DDP"]["loss"].startswith("1.720") and rows["AdamW-DDP"]["fewer"] == "1.0x", "as in docs/results.md"
+    assert rows["DeMo 1-bit k=172"]["fewer"] == "104x"
+    assert [d.name for d in drawings(first, speeds=SPEEDS, latency=("0ms", 0.0))] == ["loss-bytes"]
+    drawn = [c for c in found if all(r.curve for arm in c.arms for r in arm.records)]
+    assert drawn, "later rows have curves, though without a time"
+    names = ["loss-bytes", "loss-steps", "bytes-rounds"]
+    assert all([d.name for d in drawings(c, speeds=SPEEDS, latency=("0ms", 0.0))] == names for c in drawn)
+
+
+def test_a_narrow_terminal_has_fewer_columns_and_whole_numbers() -> None:
+    for width, there, gone in ((140, ["waiting"], []), (80, ["loss", "fewer", "120 steps, simulated"], ["waiting"])):
+        told = StringIO()
+        show([only(made_comparison())], Console(file=told, width=width))
+        assert max(map(len, told.getvalue().splitlines())) <= width and "┓" in told.getvalue()
+        assert all(name in told.getvalue() for name in ["1.717 ±0.011", "164x", *there])
+        assert not any(name in told.getvalue() for name in [*gone, "…"])
+    told = StringIO()
+    show([only([made_record("a"), made_record("b", place="lab 1mbit")])], Console(file=told, width=80))
+    assert "lab 1mbit" in told.getvalue() and "120 steps, " not in told.getvalue(), "two places: a column says which"
+
+
+# --- Curves --------------------------------------------------------------------------------------------------------------
+
+
+def test_smoothing_has_no_bias_but_at_the_end_and_no_noise_but_at_the_start() -> None:
+    line = np.array([3 - 0.01 * i for i in range(200)])
+    assert smoothed(list(line))[:-5] == pytest.approx(line[:-5])
+    assert smoothed(list(line))[-1] == pytest.approx(line[-6:].mean())
+    noisy = [1 + (-1) ** i for i in range(200)]
+    assert np.abs(smoothed(noisy)[5:] - 1).max() < 0.2
+    assert smoothed([5.0]) == pytest.approx([5.0])
+
+
+def test_curves_are_means_over_seeds_with_the_least_and_the_largest() -> None:
+    records = [made_record("a", seed=0, steps=20), made_record("a", seed=1, steps=20)]
+    higher = tuple(replace(p, loss=q.loss + 1) for q, p in zip(*(r.curve for r in records), strict=True))
+    arm = only([records[0], replace(records[1], curve=higher)]).arms[0]
+    curves = curves_of(arm, steps)
+    assert (curves.x[0], curves.x[-1]) == (1, 20)
+    assert curves.high - curves.low == pytest.approx(np.ones(20))
+    assert curves.mean == pytest.approx((curves.high + curves.low) / 2)
+    x, y = evaluations(arm, steps)
+    assert x == [20.0]
+    assert y == [pytest.approx(np.mean([r.curve[-1].val_loss for r in arm.records]))]
+
+
+def test_the_bytes_of_rounds() -> None:
+    record = made_record("a", every=30, message=4000, steps=90)
+    assert round_sizes(record) == [(30, 6000.0), (60, 6000.0), (90, 6000.0)], "2 * 4000 * 3/4 each"
+
+
+# --- Figures -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[Any]:
+    return drawings(only(made_comparison()), speeds=SPEEDS, latency=("20ms", 0.02))
+
+
+def test_all_figures_are_there_and_say_what_they_show(drawn: list[Any]) -> None:
+    assert [d.name for d in drawn] == ["loss-bytes", "loss-steps", "loss-time", "bytes-rounds", "drift"]
+    assert [title for title, _ in drawn[2].panels] == ["at 10mbit", "at 100mbit", "at 1gbit"]
+    assert "ddp 1.7" in drawn[0].says and "591 MB" in drawn[0].says
+    assert "20ms per message" in drawn[2].caption
+    assert "noloco" in drawn[4].says and "ddp" not in drawn[4].says
+
+
+def test_a_figure_has_the_names_of_colours_and_ids_of_its_own(drawn: list[Any]) -> None:
+    both = [inline_svg(drawn[1], panel=0, prefix=prefix) for prefix in ("one", "two")]
+    for svg, prefix in zip(both, ("one", "two"), strict=True):
+        assert svg.startswith("<svg viewBox=") and 'role="img"' in svg and 'aria-label="Training loss' in svg
+        assert not re.search(r"#[0-9a-f]{6}\b", svg), "no colour of its own: dark and light are the page's"
+        for name in ("--ink", "--faint", "--grid", "--arm-0", "--arm-4"):
+            assert f"var({name})" in svg
+        ids, used = re.findall(r' id="([^"]*)"', svg), re.findall(r'(?:href="#|url\(#)([^")]*)', svg)
+        assert len(ids) == len(set(ids)) and set(used) <= set(ids) and used
+        assert all(name.startswith(prefix) for name in ids)
+        assert {'data-arm="0"', 'data-arm="4"'} <= set(re.findall(r'data-arm="\d"', svg))
+        assert "<style" not in svg and "http" not in svg.replace("http://www.w3.org/", "")
+    assert not set(re.findall(r' id="([^"]*)"', both[0])) & set(re.findall(r' id="([^"]*)"', both[1]))
+
+
+def test_a_name_is_text_in_a_figure_whatever_it_is(tmp_path: Path) -> None:
+    records = [made_record(name) for name in (NASTY, r"$\frac{", "漢字 🙂", "x" * 300)]
+    figure = drawings(only(records), speeds=SPEEDS, latency=("0ms", 0.0))[0]
+    svg = inline_svg(figure, panel=0, prefix="f")
+    assert "<script" not in svg and "&lt;script" in svg
+    assert r"$\frac{" in svg and "漢字 🙂" in svg
+    assert "x" * 100 not in re.sub(r'aria-label="[^"]*"', "", svg), "a long name is cut"
+    with (tmp_path / "f.svg").open("wb") as file:
+        save_svg(figure, file, panel=0)
+
+
+def test_a_run_that_diverged_or_sent_nothing_does_not_break_the_figures(tmp_path: Path) -> None:
+    bad = made_record("bad", steps=40)
+    bad = replace(
+        bad,
+        figures=bad.figures | {"val_loss": math.nan},
+        curve=tuple(replace(p, loss=math.nan if p.step > 20 else 1e9) for p in bad.curve),
+    )
+    silent = made_record("silent", every=1000, steps=40)
+    for records in ([bad, silent], [made_record("one", steps=1)], [bad, made_record("ok", steps=40)]):
+        write_report(comparisons(records), tmp_path / "report.html")
+    assert "diverged" in (tmp_path / "report.html").read_text()
+
+
+def test_the_colours_can_be_told_from_the_ground() -> None:
+    css = (Path(__file__).parents[2] / "src/thinwire/tools/report/page.css").read_text()
+    light, dark = re.findall(r"--card: (#\w{6})", css)
+    assert len(LIGHT_ARMS) == len(DARK_ARMS) == len(set(LIGHT_ARMS)) == len(set(DARK_ARMS))
+    for ground, colours in ((light, LIGHT_ARMS), (dark, DARK_ARMS)):
+        for colour in colours:
+            assert _contrast(ground, colour) >= 4.5, colour
+    for words, ground in zip(re.findall(r"--faint: (#\w{6})", css), re.findall(r"--ground: (#\w{6})", css), strict=True):
+        assert _contrast(ground, words) >= 4.5
+
+
+def _contrast(one: str, other: str) -> float:
+    """As WCAG 2 has it."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+# --- The command ---------------------------------------------------------------------------------------------------------
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["report", *arguments])
+    out, err = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, out, err
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """A folder with the records of a comparison."""
+    for record in made_comparison():
+        append_record(tmp_path / "records.jsonl", record)
+    return tmp_path
+
+
+def test_the_command_shows_the_table_and_writes_page_and_pngs(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, str(kept), "--title", "My <title>", "--bandwidth", "1mbit, 5gbit", "--latency", "20ms")
+    assert (code, err) == (0, "")
+    assert "│ DeMo small" in out and "DeMo small: 164 times fewer bytes than ddp" in out
+    assert f"report: {kept / 'report.html'}" in out
+    page = (kept / "report.html").read_text()
+    assert "<title>My &lt;title&gt;</title>" in page and "at 1mbit" in page and "at 5gbit" in page
+    pictures = sorted((kept / "report-figures").iterdir())
+    assert [p.name for p in pictures] == ["bytes-rounds.png", "drift.png", "loss-bytes.png", "loss-steps.png", "loss-time.png"]
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in pictures)
+
+
+def test_no_html_writes_nothing(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, str(kept / "records.jsonl"), "--no-html")
+    assert (code, "report:" in out) == (0, False)
+    assert [p.name for p in kept.iterdir()] == ["records.jsonl"]
+
+
+def test_several_jobs_are_several_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for record in (made_record("a"), made_record("b", steps=60)):
+        append_record(tmp_path / "some.jsonl", record)
+    out = tmp_path / "both.html"
+    assert call(capsys, str(tmp_path / "some.jsonl"), "--out", str(out))[0] == 0
+    assert out.read_text().count("<h2>") == 2
+    assert {p.name for p in (tmp_path / "both-figures").iterdir()} >= {"1-loss-bytes.png", "2-loss-bytes.png"}
+    call(capsys, str(tmp_path / "some.jsonl"), "--out", str(out), "--together")
+    assert out.read_text().count("<section") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name the runs to report"),
+        (["no/such/run"], "no run, folder of runs or file of records at no/such/run"),
+        (["{kept}", "--baseline", "fat"], "no arm is named 'fat', to be the baseline: choose from 'ddp', 'diloco --H 30'"),
+        (
+            ["{kept}", "--bandwidth", "10mbit,fast"],
+            "bandwidth must look like 100mbit, 1.5gbit or inf and be above zero",
+        ),
+        (["{kept}", "--latency", "soon"], "a duration must look like 20ms"),
+        (["{kept}", "--out", "{kept}/records.jsonl/report.html"], "cannot write the report"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], message: str, kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = call(capsys, *(argument.format(kept=kept) for argument in arguments))
+    assert (code, err.count("\n")) == (2, 1)
+    assert message in err
+
+
+def test_a_folder_without_a_finished_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.toml").write_text("[run")
+    code, out, err = call(capsys, str(tmp_path))
+    assert (code, err) == (2, f"thinwire: error: there is no finished run in {tmp_path}\n")
+    assert "left out: " in out
+
+
+def test_without_matplotlib_it_says_what_to_install(
+    kept: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imported = builtins.__import__
+
+    def no_matplotlib(name: str, *rest: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return imported(name, *rest)
+
+    for name in [n for n in sys.modules if n.startswith(("thinwire.tools.report.", "matplotlib"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(builtins, "__import__", no_matplotlib)
+    code, out, err = call(capsys, str(kept))
+    assert (code, err) == (2, "thinwire: error: a report needs matplotlib: pip install 'thinwire[report]'\n")
+    assert "│ DeMo small" in out, "the table is there all the same"
+    assert issubclass(MissingDependency, ConfigError)
+
+
+# --- The page ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report with three seeds, an arm of a nasty name, and one that was run in the lab."""
+    records = made_comparison()
+    records += [made_record(NASTY, seed=seed, loss=1.8, message=300_000, settings={"H": 3}) for seed in range(3)]
+    records += [made_record("in the lab", seed=seed, loss=1.81, message=200_000, place="lab 100mbit") for seed in range(2)]
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    write_report(comparisons(records), path)
+    return path
+
+
+def test_the_page_escapes_names_and_says_where_runs_were_made(page: Path) -> None:
+    text = page.read_text()
+    assert text.count("<script>") == 1, "its own"
+    assert html.escape(NASTY) in text, "braces of a template in a name mean nothing"
+    assert "lab 100mbit" in text and ">simulated<" in text
+    assert "Simulated runs compute what real workers would" in text
+    assert "thinwire sim --algorithm ddp --task gpt-nano --workers 4 --steps 120 --seed 0" in text
+    assert "torch 2.13.0" in text and "2 cores" in text and "2026-11-16" in text
+    assert not re.search(r'(?:src|href)="(?!#)', text) and "@import" not in text and "url(http" not in text
+
+
+@pytest.mark.slow
+def test_ten_arms_of_three_seeds_are_a_small_file(tmp_path: Path) -> None:
+    records = [
+        made_record(f"arm {i}", seed=seed, loss=1.7 + 0.02 * i, message=10**6 >> i, every=i + 1, steps=2000, drift=0.1)
+        for i in range(10)
+        for seed in range(3)
+    ]
+    records = [replace(record, curve=thinned(record.curve)) for record in records]
+    write_report(comparisons(records), tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size < 2_000_000
+
+
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="the report in a browser: apt-get install chromium")
+
+
+@needs_chromium
+def test_in_a_browser_the_page_opens_without_errors_and_asks_for_nothing_else(page: Path) -> None:
+    with Browser() as browser:
+        browser.open(page)
+        assert browser.run("document.title") == "gpt-nano, 4 workers, 120 steps"
+        assert browser.problems == []
+        assert browser.requests == [page.resolve().as_uri()]
+        figures = browser.run("[...document.querySelectorAll('figure')].map(f => f.dataset.figure)")
+        assert figures == ["loss-bytes", "loss-steps", "loss-time", "bytes-rounds", "drift"]
+        sizes = json.loads(
+            browser.run(
+                "JSON.stringify([...document.querySelectorAll('figure svg')].map(s => [s.getBoundingClientRect().width,"
+                " s.querySelectorAll('path').length, s.getAttribute('aria-label').length]))"
+            )
+        )
+        assert len(sizes) == 7, "three panels of time"
+        assert all(width > 250 and paths > 10 and label > 30 for width, paths, label in sizes)
+        doubled = "(ids => ids.length - new Set(ids).size)([...document.querySelectorAll('[id]')].map(e => e.id))"
+        assert browser.run(doubled) == 0
+        assert browser.run("typeof alert === 'function' && document.querySelectorAll('main script').length") == 0
+        names = browser.run("[...document.querySelectorAll('tbody th')].map(c => c.textContent)")
+        assert NASTY in names, "shown as text"
+
+
+@needs_chromium
+def test_in_a_browser_the_table_sorts_by_click_and_by_keyboard(page: Path) -> None:
+    column = "(name => [...document.querySelectorAll('thead th')].findIndex(h => h.textContent === name))"
+    order = "[...document.querySelectorAll('tbody tr')].map(r => r.cells[0].textContent)"
+    with Browser() as browser:
+        browser.open(page)
+        first = browser.run(order)
+        press = f"document.querySelectorAll('thead button')[{column}('bytes sent')].click()"
+        browser.run(press)
+        up = browser.run(order)
+        assert up != first and up[0] == "DeMo small" and up[-1] == "ddp"
+        assert browser.run(f"document.querySelectorAll('thead th')[{column}('bytes sent')].ariaSort") == "ascending"
+        browser.run(press)
+        assert browser.run(order)[0] == "ddp"
+        assert browser.run("document.querySelectorAll('[aria-sort=descending]').length") == 1
+
+        browser.run(f"document.querySelectorAll('thead button')[{column}('p')].focus()")
+        browser.press("Enter", 13, "\r")
+        assert browser.run(order)[-1] == "ddp", "who has no p is last"
+        browser.press("Enter", 13, "\r")
+        assert browser.run(order)[-1] == "ddp", "this way round, too"
+        browser.run(f"document.querySelectorAll('thead button')[{column}('arm')].focus()")
+        browser.press(" ", 32, " ")
+        assert browser.run(order) == sorted(first, key=str.lower)
+        assert browser.problems == []
+
+
+@needs_chromium
+def test_in_a_browser_an_arm_can_be_hidden_and_lit(page: Path) -> None:
+    with Browser() as browser:
+        browser.open(page)
+        parts = "[...document.querySelectorAll('.figures [data-arm=\"1\"]')]"
+        shown = f"{parts}.filter(part => part.getBoundingClientRect().width).length"
+        before = browser.run(shown)
+        assert before > 5
+        browser.run("document.querySelector('.key [data-of=\"1\"]').click()")
+        assert browser.run(shown) == 0
+        assert browser.run("document.querySelector('.key [data-of=\"1\"]').ariaPressed") == "false"
+        browser.run("document.querySelector('.key [data-of=\"1\"]').click()")
+        assert browser.run(shown) == before
+        browser.run("document.querySelector('tbody tr').dispatchEvent(new PointerEvent('pointerenter'))")
+        assert browser.run("document.querySelectorAll('svg.muted').length") == 7
+        assert browser.run("document.querySelectorAll('.arm.lit').length") > 5
+        browser.run("document.querySelector('tbody tr').dispatchEvent(new PointerEvent('pointerleave'))")
+        assert browser.run("document.querySelectorAll('.muted, .lit').length") == 0
+
+
+@needs_chromium
+@pytest.mark.parametrize(("width", "dark"), first_quick([(360, True), (360, False), (1280, True)]))
+def test_in_a_browser_it_fits_a_phone_and_follows_the_colours_of_the_system(width: int, dark: bool, page: Path) -> None:
+    with Browser(width=width, dark=dark) as browser:
+        browser.open(page)
+        assert browser.run("document.documentElement.scrollWidth") <= width, "only the table scrolls, in its own box"
+        if width == 360:
+            assert browser.run("(t => t.scrollWidth > t.clientWidth)(document.querySelector('.table'))") is True
+        tops = browser.run("[...document.querySelectorAll('figure')].map(f => Math.round(f.getBoundingClientRect().left))")
+        assert (len(set(tops)) == 1) is (width == 360), "one below the other on a phone"
+        ground = _channels(browser.run("getComputedStyle(document.body).backgroundColor"))
+        text = "document.querySelector('figure text')"
+        words = _channels(browser.run(f"getComputedStyle({text}).fill"))
+        paths = "[...document.querySelectorAll('[data-figure=loss-steps] .arm path')]"
+        strokes = browser.run(f"{paths}.map(path => getComputedStyle(path).stroke)")
+        line = _channels(next(stroke for stroke in strokes if stroke != "none"))
+        assert (sum(ground) < 150) is dark
+        assert abs(sum(words) - sum(ground)) > 400 and abs(sum(line) - sum(ground)) > 150
+        pixels = browser.run(f"{text}.getBoundingClientRect().height")
+        assert pixels >= 8, "the words in a figure can be read"
+        assert browser.problems == []
+
+
+def _channels(colour: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", colour)[:3]]
+
+
+# --- The demo ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_ends_with_a_report_or_says_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(folder: Path, *_: Any, **__: Any) -> None:  # the same training, without processes
+        Simulated(step_time="10ms").run(folder, Console(file=StringIO()))
+
+    monkeypatch.setattr(demo, "launch", launch)
+
+    def call_demo(out: Path) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(["demo", "--steps", "2", "--out", str(out)])
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    told = call_demo(tmp_path / "one")
+    assert "│ torch DDP" in told and "how much" in told and "at 100mbit" in told
+    assert told.endswith(f"runs: {tmp_path / 'one'}\nreport: {tmp_path / 'one' / 'report.html'}\n")
+    page = (tmp_path / "one" / "report.html").read_text()
+    assert "DiLoCo, H=30" in page and "thinwire train --algorithm diloco --task gpt-nano --workers 2 --steps 2" in page
+
+    def no_matplotlib(*_: Any, **__: Any) -> None:
+        raise MissingDependency("a report needs matplotlib: pip install 'thinwire[report]'")
+
+    monkeypatch.setattr(demo, "write_report", no_matplotlib)
+    told = " ".join(call_demo(tmp_path / "two").split())
+    assert told.endswith(
+        f"no report: a report needs matplotlib: pip install 'thinwire[report]', then thinwire report {tmp_path / 'two'}"
+    )

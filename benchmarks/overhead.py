@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from benchmarks import record
 from benchmarks.pair import gpt_shapes, run_pair
-from thinwire.core.exchange import average
+from thinwire.core.average import average
 from thinwire.links import TorchLink
 from thinwire.tasks import make_task
 

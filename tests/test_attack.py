@@ -7,6 +7,7 @@ that does not use this library at all (other lengths than it announced, a connec
 from __future__ import annotations
 
 import json
+import math
 import re
 import tempfile
 from collections.abc import Callable
@@ -19,11 +20,12 @@ import torch
 from torch import nn
 
 import thinwire
-from tests.conformance.training import model_of, sgd, snapshot, train
+from tests.conformance.training import backward, model_of, sgd, snapshot, train
 from tests.processes import Pool
 from tests.test_agreement import normed, normed_backward
 from thinwire import DCT, Link, TopK, World, checkpoint
-from thinwire.core.gates import broadcast, drift, handshake, read_json, tell_all
+from thinwire.core.gates import handshake, read_json, tell_all
+from thinwire.core.replicas import broadcast, drift
 from thinwire.errors import CheckpointError, Diverged, FingerprintMismatch, NonFiniteRound, TrainingDiverged, WireError
 from thinwire.links import LinkDecorator, Metered, Ticket
 from thinwire.links.ddp import MeteredDDP
@@ -349,6 +351,27 @@ def _refusals(link: Link) -> tuple[str, str]:
     return outcome(lambda: train(model, opt, link.rank, 4))
 
 
+def _vote(link: Link) -> tuple[str, str]:
+    """One that says again and again that it cannot read the messages."""
+    used = Hostile(link, "vote", all_bits) if link.rank == 1 else link
+    model = model_of()
+    opt = thinwire.DeMo(model.parameters(), used)
+    return outcome(lambda: train(model, opt, link.rank, 8))
+
+
+def _resync(link: Link) -> tuple[str, str]:
+    """One that says it has lost its parameters, and gives a false hash: it gets what it has, and training goes on."""
+    used = Hostile(link, "resync", lambda payload: payload.like(torch.zeros_like(payload.data))) if link.rank == 1 else link
+    model = model_of()
+    opt = thinwire.DeMo(model.parameters(), used)
+    backward(model, link.rank, 1)
+    model.first.weight.grad.fill_(math.nan)
+    opt.step()
+    opt.zero_grad()
+    train(model, opt, link.rank, 2, first=2)
+    return outcome(lambda: opt.drift())
+
+
 ATTACKS: dict[str, list[tuple[Callable[..., tuple[str, str]], tuple[Any, ...], type[Exception] | str]]] = {
     "round": [(_round, (), NonFiniteRound), (_gathered_round, (), WireError)],
     "alarm": [(_alarm, (), Diverged)],
@@ -363,6 +386,8 @@ ATTACKS: dict[str, list[tuple[Callable[..., tuple[str, str]], tuple[Any, ...], t
     "broadcast": [(_broadcast, (), "0.0")],
     "checkpoint": [(_checkpoint, (), CheckpointError)],
     "finite": [(_finite, (), TrainingDiverged)],
+    "vote": [(_vote, (), WireError)],
+    "resync": [(_resync, (), "0.0")],
     "refusals": [(_refusals, (), NonFiniteRound)],
 }
 ELSEWHERE = {

@@ -14,8 +14,11 @@ from torch import Tensor
 
 from tests.processes import Pool
 from thinwire.codecs import WIRE_DTYPES, Dense
-from thinwire.core.exchange import average, post_average
-from thinwire.core.gates import compare_replicas, handshake, hash_tensors
+from thinwire.core.average import average
+from thinwire.core.exchange import Outgoing, post
+from thinwire.core.gates import handshake
+from thinwire.core.hashing import hash_tensors
+from thinwire.core.replicas import compare_replicas
 from thinwire.errors import Diverged, FingerprintMismatch, NonFiniteRound
 from thinwire.links import Link, LinkDecorator, Metered, SoloLink, Ticket
 from thinwire.network import Network, Op
@@ -186,10 +189,10 @@ def test_a_posted_average_hides_behind_computing(gather: bool) -> None:
     """4 kB at 1 kB/s take seconds; steps taken meanwhile are free."""
 
     def worker(link: Link, steps: int) -> float:
-        pending = post_average(link, Dense(gather=gather), [torch.full((1000,), float(link.rank))])
+        pending = post(link, Outgoing([torch.full((1000,), float(link.rank))], Dense(gather=gather)))
         for _ in range(steps):
             link.tick()
-        mean, _ = pending.wait()
+        mean = pending.wait().mean
         assert bool((mean[0] == 0.5).all())
         return link.now()
 
@@ -206,10 +209,11 @@ def test_a_posted_average_hides_behind_computing(gather: bool) -> None:
 def test_inputs_may_change_once_posted(gather: bool) -> None:
     def worker(link: Link) -> list[Tensor]:
         mine = contribution(link.rank)
-        pending = post_average(link, Dense(gather=gather), mine, want_sent=True)
+        pending = post(link, Outgoing(mine, Dense(gather=gather), want_sent=True))
         for t in mine:
             t.fill_(math.nan)
-        mean, sent = pending.wait()
+        arrived = pending.wait()
+        mean, sent = arrived.mean, arrived.sent
         assert all(torch.equal(a, b) for a, b in zip(sent, contribution(link.rank), strict=True))
         return mean
 
@@ -220,9 +224,9 @@ def test_inputs_may_change_once_posted(gather: bool) -> None:
 
 def _two_at_once(link: Link, gather: bool) -> list[float]:
     codec = Dense(gather=gather)
-    first = post_average(link, codec, [torch.tensor([1.0 + link.rank])], round=1)
-    second = post_average(link, codec, [torch.tensor([10.0 * link.rank])] * 2, round=2)
-    (b, _), (a, _) = second.wait(), first.wait()  # in any order
+    first = post(link, Outgoing([torch.tensor([1.0 + link.rank])], codec), round=1)
+    second = post(link, Outgoing([torch.tensor([10.0 * link.rank])] * 2, codec), round=2)
+    b, a = second.wait().mean, first.wait().mean  # in any order
     return [float(t) for t in (*a, *b)]
 
 
@@ -361,8 +365,11 @@ def test_a_bad_shard_makes_all_shards_of_the_worker_refuse(gather: bool) -> None
     """`any_shard` says yes although this shard's own values are finite: another one's are not."""
 
     def worker(link: Link) -> Exception | None:
+        asked = []
+
         def any_shard(flag: bool) -> bool:
-            return flag or link.rank == 1
+            asked.append(flag)
+            return flag or (link.rank == 1 and len(asked) == 1)  # before the message is posted
 
         return error_of(lambda: average(link, Dense(gather=gather), [torch.ones(2)], any_shard=any_shard))
 

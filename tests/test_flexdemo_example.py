@@ -13,7 +13,7 @@ import torch
 
 from tests.test_examples import run
 from thinwire.codecs import parse_codec
-from thinwire.core.exchange import message_nbytes
+from thinwire.core.average import message_nbytes
 from thinwire.errors import ConfigError
 from thinwire.links import SoloLink
 from thinwire.network import show_bytes

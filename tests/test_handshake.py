@@ -14,7 +14,7 @@ import thinwire
 from tests.processes import Pool
 from tests.test_agreement import normed, normed_backward
 from thinwire import Link, Metered, World
-from thinwire.core.gates import show_hash
+from thinwire.core.hashing import show_hash
 from thinwire.core.optimizer import Algorithm
 from thinwire.errors import FingerprintMismatch
 
@@ -61,7 +61,7 @@ def test_a_frozen_model_is_hashed_once_and_not_at_every_step(monkeypatch: pytest
         hashed.extend(t.data_ptr() for t in tensors)
         return show_hash(tensors)
 
-    monkeypatch.setattr("thinwire.core.optimizer.show_hash", watched)
+    monkeypatch.setattr("thinwire.core.gates.show_hash", watched)
 
     def worker(link: Link) -> list[int]:
         model, opt = lora(link, 5)

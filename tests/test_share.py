@@ -29,7 +29,8 @@ from thinwire.codecs import (
     TwoBit,
 )
 from thinwire.codecs.simple import SimpleTopK
-from thinwire.core.exchange import average, message_nbytes, post_share, share
+from thinwire.core.average import average, message_nbytes, share
+from thinwire.core.exchange import Outgoing, post
 from thinwire.errors import ConfigError, NonFiniteRound, WireError
 from thinwire.links import Link, Metered, SoloLink, TorchLink
 from thinwire.sharding.mesh import make_mesh, shard_model
@@ -102,7 +103,7 @@ def test_it_says_what_average_says_of_the_same_tensors(chain: Chain) -> None:
             got.take_from(slots)
             for m, s in zip(momenta, sent, strict=True):
                 m.sub_(s)
-            pairs = zip(mean, got.tensors(), strict=True)
+            pairs = zip(mean, got.mean, strict=True)
             worst = max(worst, *(float((a - b).abs().max()) for a, b in pairs if a.numel()))
         return worst
 
@@ -191,7 +192,7 @@ def test_weights_count_the_work() -> None:
         like = [torch.tensor([4.0, 0.0, 0.0, 8.0]) if link.rank else torch.tensor([2.0, 1.0, 0.0, 0.0])]
         slots = [torch.zeros(s) for s in chain.slot_shapes(like)]
         weight = 3.0 if link.rank else 1.0
-        return share(link, chain, slots, like, decay=0.0, scale=1.0, weight=weight).tensors()[0].tolist()
+        return share(link, chain, slots, like, decay=0.0, scale=1.0, weight=weight).mean[0].tolist()
 
     for mean in World(2).run(worker):
         assert mean == [(2 + 3 * 4) / 4, 1 / 4, 0, 3 * 8 / 4]
@@ -205,7 +206,7 @@ def test_weights_count_on_the_wire_too() -> None:
         slots = [torch.zeros(s) for s in chain.slot_shapes(like)]
         got = share(link, chain, slots, like, decay=0.0, scale=1.0, weight=3.0 if link.rank else 1.0)
         got.take_from(slots)
-        return got.tensors()[0].tolist(), slots[0].flatten().tolist()
+        return got.mean[0].tolist(), slots[0].flatten().tolist()
 
     for rank, (mean, left) in enumerate(World(2).run(worker)):
         assert mean == [4.0, 0.0, 4.0, 0.0]
@@ -237,7 +238,7 @@ def test_a_worker_with_another_codec_is_found_by_its_fingerprint() -> None:
 def test_it_hides_behind_computing_and_slots_may_grow_meanwhile() -> None:
     chain, x = DCT(64) >> TopK(8), [torch.randn(64, 64)]
     slots = [torch.zeros(64, 64)]
-    pending = post_share(SoloLink(), chain, slots, x, decay=0.0, scale=1.0)
+    pending = post(SoloLink(), Outgoing(x, chain, slots=slots, decay=0.0, scale=1.0))
     kept = slots[0].clone()
     chain.accumulate(slots, x, decay=1.0)
     got = pending.wait()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from thinwire import DCT, Codec, Dense, Every, Flaky, Float, Int8, Link, Metered, Periods, RandomK, Sign, TopK, Warmup, World
 from thinwire.core.optimizer import Start
-from thinwire.core.states import Due, State, StateAveraging, is_second_moment, state_codecs, state_periods
+from thinwire.core.states import State, StateAveraging, is_second_moment, state_codecs, state_periods
 from thinwire.errors import ConfigError
 from thinwire.maths.outer import Nesterov
 from thinwire.schedules import Schedule, as_schedule
@@ -75,12 +75,6 @@ class Several(StateAveraging):
                 t.add_(d, alpha=0.1)
                 if i == 0:
                     self.walked[j] += t.double() - before
-
-    def update(self) -> None:
-        due = self.due_states()
-        mean, sent = self.average(due.outgoing(), codec=due.codec, want_sent=due.lossy, weight=due.weight)
-        self.commit()
-        due.take(mean, sent)
 
 
 def copies(opt: Several) -> dict[str, list[Tensor]]:
@@ -157,7 +151,11 @@ def test_whatever_is_due_travels_in_one_message(case: int, codecs: list[Codec]) 
             opt.step()
             rounds = [e.payload for e in list(metered.meter.recent)[already:] if e.purpose == "round"]
             seen.append((len(rounds), sum(rounds)))
-        assert opt.message_nbytes() == Due(opt.states).codec.nbytes(opt.message()) + (4 * 3 if codecs[0].linear else 48)
+        opt.due = (0, 1, 2)
+        everything = opt.send()
+        assert [t.shape for t in everything.tensors] == [t.shape for state in opt.states for t in state.tensors()]
+        envelope = 4 * 3 if codecs[0].linear else 48
+        assert opt.message_nbytes() == everything.codec.nbytes(everything.tensors) + envelope
         return seen
 
     for seen in World(3).run(worker):

@@ -4,7 +4,7 @@ import torch
 
 import thinwire
 from thinwire import DCT, Mean, Sign, TopK
-from thinwire.core.exchange import message_nbytes
+from thinwire.core.average import message_nbytes
 
 chain, lr, decay = DCT(64) >> TopK(32) >> Sign(), 1e-2, 0.9
 

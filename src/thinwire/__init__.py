@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Algorithm": "thinwire.core.optimizer",
-    "Policy": "thinwire.core.optimizer",
+    "Policy": "thinwire.core.policy",
     "Wrapper": "thinwire.core.wrapper",
     "DataParallel": "thinwire.algorithms",
     "DeMo": "thinwire.algorithms",
@@ -42,13 +42,15 @@ _HOME = {
     "TopK": "thinwire.codecs",
     "TwoBit": "thinwire.codecs",
     "parse_codec": "thinwire.codecs",
-    "average": "thinwire.core.exchange",
-    "broadcast": "thinwire.core.gates",
-    "running_statistics": "thinwire.core.gates",
-    "post_average": "thinwire.core.exchange",
-    "post_share": "thinwire.core.exchange",
-    "share": "thinwire.core.exchange",
-    "swap": "thinwire.core.exchange",
+    "average": "thinwire.core.average",
+    "broadcast": "thinwire.core.replicas",
+    "running_statistics": "thinwire.core.buffers",
+    "Arrived": "thinwire.core.exchange",
+    "Outgoing": "thinwire.core.exchange",
+    "post": "thinwire.core.exchange",
+    "share": "thinwire.core.average",
+    "swap": "thinwire.core.average",
+    "Peers": "thinwire.links",
     "Flaky": "thinwire.links",
     "Link": "thinwire.links",
     "Metered": "thinwire.links",
@@ -94,14 +96,18 @@ if TYPE_CHECKING:
         TwoBit,
         parse_codec,
     )
-    from thinwire.core.exchange import average, post_average, post_share, share, swap
-    from thinwire.core.gates import broadcast, running_statistics
-    from thinwire.core.optimizer import Algorithm, Policy
+    from thinwire.core.average import average, share, swap
+    from thinwire.core.buffers import running_statistics
+    from thinwire.core.exchange import Arrived, Outgoing, post
+    from thinwire.core.optimizer import Algorithm
+    from thinwire.core.policy import Policy
+    from thinwire.core.replicas import broadcast
     from thinwire.core.wrapper import Wrapper
     from thinwire.links import (
         Flaky,
         Link,
         Metered,
+        Peers,
         SoloLink,
         Straggler,
         Throttled,

@@ -69,6 +69,10 @@ class NonFiniteRound(RoundAborted):
         self.culprits = tuple(culprits)
 
 
+class DamagedRound(RoundAborted):
+    """Messages of a round could not be read by some worker, so the round was refused on all workers."""
+
+
 class TrainingDiverged(ThinwireError, RuntimeError):
     """Training has diverged: all workers' numbers are lost, or rounds are refused again and again. Raised on all workers."""
 

@@ -464,7 +464,7 @@ def test_a_worker_that_once_skipped_a_step_can_resume_with_the_others() -> None:
     assert World(3).run(worker) == [12, 12, 12]
 
 
-# --- A sick worker -----------------------------------------------------------------------------------------------------------
+# --- A worker with invalid state -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -485,7 +485,7 @@ def test_a_worker_that_once_skipped_a_step_can_resume_with_the_others() -> None:
     ),
     ids=["plain", "slow states", "fast states", "int8 momenta", "bf16 v", "fast bf16 v", "all bf16", "int8", "outer"],
 )
-def test_a_sick_worker_is_healed_by_the_others(settings: dict[str, Any], dtype: torch.dtype) -> None:
+def test_a_worker_with_invalid_state_is_resynced_by_the_others(settings: dict[str, Any], dtype: torch.dtype) -> None:
     def worker(link: Link) -> tuple:
         model = model_of(dtype=dtype)
         opt = MTDAO(slow(model.parameters()), link, alarm_every=1, **settings)
@@ -510,7 +510,7 @@ def test_a_sick_worker_is_healed_by_the_others(settings: dict[str, Any], dtype: 
 
 
 @pytest.mark.parametrize("codec", [None, {"exp_avg": Int8()}], ids=["dense", "int8 momenta"])
-def test_the_next_round_heals_all_states_at_once_also_after_a_resume(codec: Any) -> None:
+def test_the_next_round_resyncs_all_states_at_once_also_after_a_resume(codec: Any) -> None:
     """Even those that are not due then: a second moment of zeros would make steps huge until it is."""
 
     def worker(link: Link) -> tuple:
@@ -522,14 +522,14 @@ def test_the_next_round_heals_all_states_at_once_also_after_a_resume(codec: Any)
             for tensors in opt.inner_state().values():
                 tensors[0].fill_(math.nan)
         train(model, opt, link.rank, 1, first=8)
-        assert opt.sick == [1]
+        assert opt.resync == [1]
         again, state = model_of(seed=3), opt.state_dict()
         resumed = MTDAO(slow(again.parameters()), link, H=4, K_u=8, K_v=1000, codec=codec)
         again.load_state_dict(model.state_dict())
         resumed.load_state_dict(state)
-        assert resumed.sick == [1]
+        assert resumed.resync == [1]
         train(again, resumed, link.rank, 4, first=9)
-        assert resumed.sick == []
+        assert resumed.resync == []
         return snapshot(again), resumed.inner_state()
 
     results = World(3).run(worker)
@@ -541,15 +541,15 @@ def test_the_next_round_heals_all_states_at_once_also_after_a_resume(codec: Any)
             assert bool(mine.any())
 
 
-def test_the_sound_ones_go_on_as_if_the_sick_one_were_not_there() -> None:
-    """Two of three workers average among themselves in the round that heals the third."""
+def test_the_valid_ones_go_on_as_if_the_invalid_one_were_not_there() -> None:
+    """Two of three workers average among themselves in the round that resyncs the third."""
 
-    def run(link: Link, sick: int) -> list[Tensor]:
+    def run(link: Link, invalid: int) -> list[Tensor]:
         model = model_of()
         opt = MTDAO(QHM(model.parameters(), 0.05, betas=0.9, omegas=0.9), link, H=2)
         for step in range(1, 5):
             backward(model, link.rank, step)
-            if step == 2 and link.rank == sick:
+            if step == 2 and link.rank == invalid:
                 model.first.weight.data.fill_(math.nan)
             opt.step()
             opt.zero_grad()

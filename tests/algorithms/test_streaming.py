@@ -156,7 +156,7 @@ def test_a_fragment_is_sent_when_due_and_waited_for_tau_steps_later(tau: int) ->
     waits = [(step, n) for what, step, n in link.seen if what == "wait"]
     assert [step for step, _ in posts] == list(range(2, 3 * H + 1, 2)), "three fragments, spread evenly over six steps"
     assert waits == [(step + tau, n) for step, n in posts if step + tau <= 3 * H], "in order, none overtakes another"
-    assert opt.param_groups[0]["underway"] == len(posts) - len(waits)
+    assert opt.param_groups[0]["in_flight"] == len(posts) - len(waits)
     for step in {step for _, step, _ in link.seen}:
         at = [what for what, when, _ in link.seen if when == step]
         assert at == sorted(at), "what is due leaves before anything is waited for"
@@ -373,11 +373,11 @@ def test_another_tau_leaves_out_what_was_under_way(caplog: pytest.LogCaptureFixt
         model = model_of()
         opt = streaming(model, link, tau=4)
         train(model, opt, link.rank, H + 1)
-        assert opt.param_groups[0]["underway"] == 2
+        assert opt.param_groups[0]["in_flight"] == 2
         saved = opt.state_dict()
         other = streaming(model, link, tau=tau)
         other.load_state_dict(saved)
-        assert other.param_groups[0]["underway"] == 0
+        assert other.param_groups[0]["in_flight"] == 0
         train(model, other, link.rank, H, first=H + 2)
         other.finish()
         return snapshot(model)
@@ -386,7 +386,7 @@ def test_another_tau_leaves_out_what_was_under_way(caplog: pytest.LogCaptureFixt
         with caplog.at_level(logging.WARNING, logger="thinwire"):
             a, b = World(2).run(lambda link, tau=tau: worker(link, tau))
         assert_same(a, b)
-        assert "2 messages were under way with another tau" in caplog.text
+        assert "2 messages were in flight with another tau" in caplog.text
 
 
 # --- Rounds that fail --------------------------------------------------------------------------------------------------------
@@ -501,7 +501,7 @@ def test_blocks_of_a_transformer_are_dealt_in_turn() -> None:
     assert blocks == [[str(i) for i in range(count) if i % 2 == p] for p in (0, 1)]
     assert sorted(names[id(p)] for some in fragments for p in some) == sorted(names.values()), "each parameter once"
     opt = StreamingDiLoCo(sgd(model.parameters()), SoloLink(), H=H, fragments=fragments)
-    assert sum(opt.fragment_nbytes()) == 4 * (sum(p.numel() for p in model.parameters()) + 2)
+    assert sum(opt.message_sizes()) == 4 * (sum(p.numel() for p in model.parameters()) + 2)
     with pytest.raises(ConfigError, match="P must be at most the number of blocks"):
         block_fragments(model, count + 1)
     with pytest.raises(ConfigError, match="Linear has no list of blocks"):
@@ -526,7 +526,7 @@ def test_fragments_without_parameters_send_nothing() -> None:
     ("settings", "message"),
     [
         ({"tau": -1}, "tau must be a whole number of at least 0, got -1"),
-        ({"tau": H}, rf"tau must be below H={H}, so that a fragment is applied before its next message is made, got {H}"),
+        ({"tau": H}, rf"tau must be below H={H}, so that a round is applied before the next message is made, got {H}"),
         ({"alpha": 1.0}, r"alpha must be in \[0, 1\), since workers with alpha=1 would never meet, got 1.0"),
         ({"alpha": -0.1}, "got -0.1"),
         ({"fragments": 0}, "fragments must be a whole number of at least 1, got 0"),

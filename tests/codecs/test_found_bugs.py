@@ -34,7 +34,7 @@ from thinwire.codecs.bits import pack
 from thinwire.codecs.indices import Bitmap, IndexCode, Packed, index_code
 from thinwire.codecs.transforms import Transform
 from thinwire.codecs.values import Values
-from thinwire.core.exchange import average, share
+from thinwire.core.average import average, share
 from thinwire.errors import ConfigError, NonFiniteRound, WireError
 from thinwire.links import Link, SoloLink
 from thinwire.sim import World

@@ -52,7 +52,7 @@ from thinwire.codecs import (
 from thinwire.codecs.bits import pack
 from thinwire.codecs.indices import Bitmap, EliasFano, IndexCode, Packed, Ranked, index_code
 from thinwire.codecs.wire import HEADER_NBYTES, Envelope, fingerprint, seal, unseal
-from thinwire.core.exchange import average, share
+from thinwire.core.average import average, share
 from thinwire.errors import ConfigError, NonFiniteRound, WireError
 from thinwire.links import Link, LinkDecorator, SoloLink, Ticket
 from thinwire.network import Op

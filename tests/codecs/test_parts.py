@@ -28,7 +28,7 @@ from thinwire.codecs import (
     TopK,
     TwoBit,
 )
-from thinwire.core.exchange import average, message_nbytes
+from thinwire.core.average import average, message_nbytes
 from thinwire.errors import ConfigError, NonFiniteRound, WireError
 from thinwire.links import Link, Metered
 from thinwire.payload import Payload

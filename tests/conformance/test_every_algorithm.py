@@ -36,7 +36,7 @@ from tests.conformance.training import (
 from tests.processes import Pool
 from tests.tiers import first_quick
 from thinwire import Flaky, Metered, SoloLink, World
-from thinwire.core.fragments import Streaming
+from thinwire.core.fragments import Fragments
 from thinwire.core.optimizer import Algorithm
 from thinwire.core.wrapper import Wrapper
 from thinwire.network import ring_traffic
@@ -534,8 +534,8 @@ def _bytes_of_rounds(link: thinwire.Link, name: str, gather: bool) -> tuple[list
     opt = build(name, model.parameters(), metered, codec=codec_of(name, gather))
     train(model, opt, link.rank, 2 * H)
     rounds = [e for e in metered.meter.recent if e.purpose == "round"]
-    if isinstance(opt, Streaming):  # fragments in the order of the schedule, which together make the message
-        sizes = opt.fragment_nbytes()
+    if isinstance(opt, Fragments):  # fragments in the order of the schedule, which together make the message
+        sizes = opt.message_sizes()
         assert sum(sizes) == opt.message_nbytes()
         expected = [sizes[p] for step in range(1, 2 * H + 1) for p in opt.schedule.due(step)]
         return rounds, expected[: len(rounds)]
@@ -821,7 +821,7 @@ def test_shared_model_shows_what_all_agreed_on_and_puts_it_back(name: str) -> No
     def worker(link: thinwire.Link) -> tuple:
         model = model_of()
         opt = build(name, model.parameters(), link)
-        kept = opt._agreed() is not None or "param" in opt.replicated  # else all agree right after a round only
+        kept = opt.agreed() is not None or "param" in opt.replicated  # else all agree right after a round only
         train(model, opt, link.rank, H + 2 if kept else H)
         mine = snapshot(model)
         with opt.shared_model():

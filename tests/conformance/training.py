@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 import thinwire
 from thinwire import DCT, Codec, Dense, Float, Sign, TopK, parse_codec
-from thinwire.algorithms import found
+from thinwire.algorithms import DeMo, found
 from thinwire.core.optimizer import Algorithm
-from thinwire.core.two_halves import TwoHalves
 from thinwire.core.wrapper import Wrapper
 from thinwire.links.base import Link
 from thinwire.sharding.shards import local
@@ -88,12 +87,12 @@ def build(
 
 def smooth(name: str) -> dict[str, Any]:
     """Settings under which a rounding error stays one: a sign would turn it into a whole step."""
-    return {"phi": "sgd", "lr": 0.02} if issubclass(ALGORITHMS[name], TwoHalves) else {}
+    return {"phi": "sgd", "lr": 0.02} if issubclass(ALGORITHMS[name], DeMo) else {}
 
 
 def codec_of(name: str, gather: bool) -> Codec:
     """What travels by a gather or by a mean on the wire; methods with coded state take chains only."""
-    if issubclass(ALGORITHMS[name], TwoHalves):
+    if issubclass(ALGORITHMS[name], DeMo):
         return DCT(4) >> TopK(5) >> Sign() if gather else Float("fp32")
     return Dense(gather=gather)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.clock import Clock
 from thinwire.codecs import Dense
-from thinwire.core.exchange import average
+from thinwire.core.average import average
 from thinwire.errors import ConfigError, LinkError
 from thinwire.links import Link
 from thinwire.network import Network

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.codecs import Codec, Dense
-from thinwire.core.optimizer import Policy
+from thinwire.core.exchange import Arrived, Outgoing
+from thinwire.core.optimizer import PolicyOptions
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError, check_not_negative
 from thinwire.links.base import Link
@@ -41,7 +42,7 @@ class DataParallel(Wrapper):
         codec: `Dense` in a format of choice; float32 by default. Codecs that leave something out need a method that feeds it
             back.
         clip_norm: scale the mean gradient down to this norm; 0 never.
-        policy: see `thinwire.core.optimizer.Policy`. A refused round skips the step on all workers.
+        options: see `thinwire.Policy`. A refused round skips the step on all workers.
     """
 
     name = "data-parallel"
@@ -54,7 +55,7 @@ class DataParallel(Wrapper):
         *,
         codec: Codec | None = None,
         clip_norm: float = 0.0,
-        **policy: Unpack[Policy],
+        **options: Unpack[PolicyOptions],
     ):
         """Wrap `inner`."""
         if codec is not None and not isinstance(codec, Dense):
@@ -62,22 +63,21 @@ class DataParallel(Wrapper):
                 f"DataParallel sends whole gradients, without error feedback: its codec is a Dense one, got {codec!r}"
             )
         check_not_negative("clip_norm", clip_norm)
-        super().__init__(inner, link, codec=codec, settings={"clip_norm": clip_norm}, **policy)
+        super().__init__(inner, link, codec=codec, settings={"clip_norm": clip_norm}, **options)
         self.clip_norm = clip_norm
-
-    def message(self) -> list[Tensor]:
-        """The gradients, and one number per tensor."""
-        return [*self.params(), torch.empty(len(self._active))]
 
     def local_step(self) -> None:
         """Nothing: workers never act alone."""
 
-    def update(self) -> None:
-        """One synchronous step."""
+    def send(self) -> Outgoing:
+        """The gradients, and one number per tensor that says whether there is one."""
         grads = self.gradients()
         present = torch.tensor([float(p.grad is not None) for p in self._active], device=_device(grads))
-        (*mean, somewhere), _ = self.average([*grads, present])  # g <- mean_i g_i
-        self.commit()
+        return self.outgoing([*grads, present])
+
+    def apply(self, arrived: Arrived) -> None:
+        """One synchronous step."""
+        *mean, somewhere = arrived.mean  # g <- mean_i g_i
         for p, g, used in zip(self._active, mean, somewhere.tolist(), strict=True):
             if used == 0:
                 continue  # no worker has a gradient for it: the inner optimizer must not touch it, not even by decay

@@ -21,15 +21,18 @@ the inner optimizer's state, three with mu > 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, Unpack
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.codecs import DCT, Codec, Identity, Mean, Sign, TopK, TwoBit
 from thinwire.codecs.base import check_codec
-from thinwire.core.optimizer import Policy, Start
+from thinwire.core.exchange import Arrived, Outgoing
+from thinwire.core.optimizer import PolicyOptions, Start
+from thinwire.core.shared_model import overwrite
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError, check_choice
 from thinwire.links.base import Link
@@ -56,10 +59,12 @@ class DecoupledDiLoCo(Wrapper):
         outer_momentum: mu of "consensus": a momentum of what all have received, which costs no communication.
         nesterov: Nesterov's form of the momentum, or plain heavy-ball.
         over: mean over the "senders" of an entry, as published, or over all "workers".
+        tau: steps between sending and applying a round, below H: it travels while they are computed. What a worker has done in
+            them is dropped.
         pace: "equal" steps on all workers; "speed" lets a slower worker take fewer of the H steps of a round, by measured
             speed, and weighs its contribution by the steps it took.
         codec: what is sent of the momentum.
-        policy: see `thinwire.core.optimizer.Policy`.
+        options: see `thinwire.Policy`.
     """
 
     name = "decoupled-diloco"
@@ -78,9 +83,10 @@ class DecoupledDiLoCo(Wrapper):
         outer_momentum: float = 0.0,
         nesterov: bool = True,
         over: Literal["senders", "workers"] = "senders",
+        tau: int = 0,
         pace: Literal["equal", "speed"] = "equal",
         codec: Codec | None = None,
-        **policy: Unpack[Policy],
+        **options: Unpack[PolicyOptions],
     ):
         """Wrap `inner`."""
         check_choice("mode", mode, ("consensus", "published"))
@@ -88,15 +94,17 @@ class DecoupledDiLoCo(Wrapper):
             raise ConfigError(f"beta must be from 0 to 1, got {beta!r}")
         if outer_momentum and mode == "published":
             raise ConfigError(f"the published rule has beta for its momentum: outer_momentum must be 0, got {outer_momentum!r}")
+        if tau and mode == "published":
+            raise ConfigError(f"the published rule applies each worker's own D_i at once: tau must be 0, got {tau!r}")
         codec = DCT(64) >> TopK(128) >> Sign() if codec is None else check_codec(codec)
         self.mean = Mean(over=over)
         self.mode, self.beta, self.outer = mode, beta, Nesterov(outer_lr, outer_momentum, nesterov)
         if mode == "published":  # nothing is ever made equal again
             self.synced = self.replicated = frozenset()
         settings = {"H": H, "mode": mode, "outer_lr": outer_lr, "beta": beta, "outer_momentum": outer_momentum}
-        settings |= {"nesterov": nesterov, "over": self.mean.over, "pace": pace}
+        settings |= {"nesterov": nesterov, "over": self.mean.over, "tau": tau, "pace": pace}
         slots: dict[str, Start] = {"anchor": "param", "momentum": "zeros", "velocity": "zeros"}
-        super().__init__(inner, link, H=H, codec=codec, slots=slots, settings=settings, pace=pace, **policy)
+        super().__init__(inner, link, H=H, tau=tau, codec=codec, slots=slots, settings=settings, pace=pace, **options)
 
     @classmethod
     def sparseloco(cls, inner: Optimizer, link: Link, **settings: Any) -> Self:
@@ -120,21 +128,32 @@ class DecoupledDiLoCo(Wrapper):
         """Which model `shared_model` shows, in words."""
         return super().evaluated if self.mode == "consensus" else "worker 0's own: under the published rule there is no other"
 
-    def update(self) -> None:
-        """One round: the outer step."""
-        x, a, m = self.params(), self.slot("anchor"), self.slot("momentum")
-        D = [a_ - x_ for a_, x_ in zip(a, x, strict=True)]  # D_i <- a - x_i
-        fed = torch._foreach_mul(m, self.beta)
-        torch._foreach_add_(fed, D)  # beta m_i + D_i, aside: the round may yet be refused
-        Q, q = self.average(fed, want_sent=True, mean=self.mean, weight=self.work())  # Q <- mean_i C(m_i)
-        self.commit()
-        torch._foreach_sub_(fed, q)
+    def send(self) -> Outgoing:
+        """The fast part of beta m_i + D_i, which is made aside: the round may yet be refused."""
+        return self._outgoing(torch._foreach_add(torch._foreach_mul(self.slot("momentum"), self.beta), self._differences()))
+
+    def send_again(self) -> Outgoing:
+        """The same once more: x_i has moved on."""
+        return self._outgoing([fed.clone() for fed in self.slot("outgoing")])
+
+    def _outgoing(self, fed: Sequence[Tensor]) -> Outgoing:
+        return self.outgoing(fed, want_sent=True, mean=self.mean, weight=self.work())  # q_i <- C(beta m_i + D_i)
+
+    def _differences(self) -> list[Tensor]:
+        return [a - x for a, x in zip(self.slot("anchor"), self.params(), strict=True)]  # D_i <- a - x_i
+
+    def apply(self, arrived: Arrived) -> None:
+        """The outer step."""
+        x, a, m, velocity = (self.part(name, arrived.which) for name in ("param", "anchor", "momentum", "velocity"))
+        D = self._differences() if self.mode == "published" else []
+        fed, Q = arrived.outgoing.tensors, arrived.mean  # Q <- mean_i q_i
+        if arrived.included:
+            torch._foreach_sub_(fed, arrived.sent)
         torch._foreach_copy_(m, fed)  # m_i <- beta m_i + D_i - q_i
         if self.mode == "published":
             torch._foreach_add_(m, Q)
             step = torch._foreach_add(D, m, alpha=self.beta) if self.outer.nesterov else m
             torch._foreach_add_(a, step, alpha=-self.outer.lr)
         else:
-            self.outer.step(a, Q, self.slot("velocity"))
-        for x_, a_ in zip(x, a, strict=True):
-            x_.copy_(a_)
+            self.outer.step(a, Q, velocity)
+        overwrite(x, a)

@@ -24,12 +24,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal, Self, Unpack
 
+from torch import Tensor
+from torch.optim import Optimizer
+
 from thinwire.codecs import DCT, Chain, Codec, Mean, Sign, TopK
-from thinwire.core.exchange import PendingShare
-from thinwire.core.optimizer import Policy, Start
-from thinwire.core.two_halves import TwoHalves
+from thinwire.core.exchange import Arrived, Outgoing
+from thinwire.core.optimizer import Algorithm, PolicyOptions, Start
 from thinwire.errors import ConfigError, check_choice, check_not_negative
 from thinwire.links.base import Link
 from thinwire.maths.update_rules import Rule, apply_shared, check_group, whitened
@@ -37,7 +40,7 @@ from thinwire.sharding.mesh import shard_of
 from thinwire.sharding.shards import local
 
 
-class DeMo(TwoHalves):
+class DeMo(Algorithm):
     """Send the fast part of every worker's momentum at every step; see `v1` and `v2` for the papers' settings.
 
     Example:
@@ -61,7 +64,7 @@ class DeMo(TwoHalves):
         over: mean over the "senders" of an entry, as published, or over all "workers".
         delay: apply a round one step later, so that it travels during the next forward and backward pass.
         codec: what is sent of the momentum.
-        policy: see `thinwire.core.optimizer.Policy`.
+        options: see `thinwire.Policy`.
     """
 
     name = "demo"
@@ -85,7 +88,7 @@ class DeMo(TwoHalves):
         over: Literal["senders", "workers"] = "senders",
         delay: bool = False,
         codec: Codec | None = None,
-        **policy: Unpack[Policy],
+        **options: Unpack[PolicyOptions],
     ):
         """Check the settings that all groups share; `add_param_group` checks the others."""
         check_choice("inflow", inflow, ("gradient", "lr", "ema"))
@@ -97,7 +100,13 @@ class DeMo(TwoHalves):
         settings = {**group, "whiten": whiten, "inflow": inflow, "clip_norm": clip_norm, "over": self.mean.over, "delay": delay}
         slots: dict[str, Start] = {"momentum": "coded", "own_v": "zeros", "own_count": "count", "m": "zeros", "v": "zeros"}
         slots["updates"] = "count"
-        super().__init__(params, link, defaults=group, delay=delay, codec=codec, slots=slots, settings=settings, **policy)
+        self.delay = delay
+        self._g: list[Tensor] = []  # what enters the momentum in the round at hand
+        self._clip = 1.0
+        if isinstance(params, Optimizer):
+            what = f"{type(self).__name__} is the optimizer itself"
+            raise ConfigError(f"{what}: give it model.parameters(), not a {type(params).__name__}")
+        super().__init__(params, link, defaults=group, tau=int(delay), codec=codec, slots=slots, settings=settings, **options)
 
     @classmethod
     def v1(cls, params: Iterable[Any], link: Link, **settings: Any) -> Self:
@@ -119,32 +128,36 @@ class DeMo(TwoHalves):
         super()._check_group(group)
         check_group(group, sharded=shard_of(group["params"])[1] > 1)
 
-    def send(self, round: int | None = None) -> PendingShare:
-        """The first half of a step: add the gradient to the momentum and send the fast part."""
-        groups, g = self.groups(), self.gradients()
+    def local_step(self) -> None:
+        """Clip and whiten this worker's gradient; one that is invalid is left out of everything."""
+        groups, self._g, self._clip = self.groups(), self.gradients(), 1.0
         if any(group["phi"] == "adam" and "m" not in self.state[p] for p, group in zip(self._active, groups, strict=True)):
             raise ConfigError("phi = adam needs moments from the start: give it to the constructor or to add_param_group")
-        decay, scale, bad = 1.0, None, self.withdrew
-        if round is None:
-            bad, clip = not self.gradients_finite(), self.clip_factor(self.clip_norm)
-            if self.whiten and not bad:
-                g, clip = whitened(g, self.slot("own_v"), self.slot("own_count"), groups, clip=clip), 1.0
-            decay = [group["beta"] for group in groups]
-            self.withdrew = bad
-            scale = [clip * {"gradient": 1, "lr": group["lr"], "ema": 1 - group["beta"]}[self.inflow] for group in groups]
-        self._sent_from = self.slot("momentum")
-        # m_i <- beta m_i + s g_i;  q_i <- C(m_i)
-        return self.post_share("momentum", g, mean=self.mean, decay=decay, scale=scale, round=round, withdraw=bad)
+        self.engine.invalid_next = not self.gradients_finite()
+        if self.engine.invalid_next:
+            return
+        self._clip = self.clip_factor(self.clip_norm)
+        if self.whiten:
+            own_v, count = self.slot("own_v"), self.slot("own_count")
+            self._g, self._clip = whitened(self._g, own_v, count, groups, clip=self._clip), 1.0
 
-    def apply(self, sent: PendingShare) -> None:
-        """The second half: all workers apply the same."""
-        shared, momentum = sent.wait(), self._sent_from
-        n = len(momentum)  # without those of a group that was added since
-        params, groups, x = self._active[:n], self.groups()[:n], self.params()[:n]
-        self.commit()
-        shared.take_from(momentum, scale=[group["alpha"] for group in groups])  # m_i <- m_i - alpha q_i
+    def send(self) -> Outgoing:
+        """Add the gradient to the momentum, and send the fast part: m_i <- beta m_i + s g_i;  q_i <- C(m_i)."""
+        groups = self.groups()
+        scale = [self._clip * {"gradient": 1, "lr": g["lr"], "ema": 1 - g["beta"]}[self.inflow] for g in groups]
+        return replace(self.send_again(), tensors=self._g or self.params(), decay=[g["beta"] for g in groups], scale=scale)
+
+    def send_again(self) -> Outgoing:
+        """The fast part of the momentum as it is: what was sent leaves it only in `apply`."""
+        return self.outgoing(self.params(), slots=self.slot("momentum"), mean=self.mean, invalid=False)
+
+    def apply(self, arrived: Arrived) -> None:
+        """All workers apply the same."""
+        momentum, params, groups = arrived.outgoing.slots or [], [self._active[i] for i in arrived.which], self.groups()
+        groups, x = [groups[i] for i in arrived.which], self.part("param", arrived.which)
+        arrived.take_from(momentum, scale=[group["alpha"] for group in groups])  # m_i <- m_i - alpha q_i
         m, v = ([local(self.state[p][name]) if name in self.state[p] else None for p in params] for name in ("m", "v"))
-        squares = self.shards.totals(shared.squares()) if any(g["phi"] == "unit" for g in groups) else []
+        squares = self.shards.totals(arrived.squares()) if any(g["phi"] == "unit" for g in groups) else []
         rms = [math.sqrt(s / max(1, p.numel())) for s, p in zip(squares, params, strict=False)]
         counts = [self.state[p].get("updates") for p in params]
-        apply_shared(shared, x, groups, m=m, v=v, counts=counts, rms=rms)  # x <- x - lr (phi(Q) + wd x)
+        apply_shared(arrived, x, groups, m=m, v=v, counts=counts, rms=rms)  # x <- x - lr (phi(Q) + wd x)

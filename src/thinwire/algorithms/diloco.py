@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from typing import Literal, Unpack
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.codecs import Codec
-from thinwire.core.exchange import message_nbytes
-from thinwire.core.optimizer import Policy, Start
+from thinwire.core.exchange import Arrived, Outgoing
+from thinwire.core.optimizer import PolicyOptions, Start
 from thinwire.core.wrapper import Wrapper
 from thinwire.links.base import Link
 from thinwire.maths.outer import Merge, Nesterov, Rule
@@ -44,10 +45,12 @@ class DiLoCo(Wrapper):
         outer_momentum: mu; 0.9 in the paper, best 0 for H below about 10.
         nesterov: Nesterov's form as in the paper, or plain heavy-ball momentum.
         merge: "mean" of the differences, or "rda", which keeps their length; see `thinwire.maths.outer`.
+        tau: steps between sending and applying a round, below H: it travels while they are computed. What a worker has done in
+            them is dropped, as in `StreamingDiLoCo` with alpha = 0.
         pace: "equal" steps on all workers; "speed" lets a slower worker take fewer of the H steps of a round, by measured
             speed, and weighs its difference by the steps it took.
         codec: what is sent of the differences; dense float32 by default.
-        policy: see `thinwire.core.optimizer.Policy`.
+        options: see `thinwire.Policy`.
     """
 
     name = "diloco"
@@ -64,29 +67,33 @@ class DiLoCo(Wrapper):
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         merge: Rule = "mean",
+        tau: int = 0,
         pace: Literal["equal", "speed"] = "equal",
         codec: Codec | None = None,
-        **policy: Unpack[Policy],
+        **options: Unpack[PolicyOptions],
     ):
         """Wrap `inner`."""
         self.outer, self.merge = Nesterov(outer_lr, outer_momentum, nesterov), Merge(merge)
         settings = {"H": H, "outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": nesterov}
-        settings |= {"merge": merge, "pace": pace}
+        settings |= {"merge": merge, "tau": tau, "pace": pace}
         slots: dict[str, Start] = {"anchor": "param", "momentum": "zeros"}
-        super().__init__(inner, link, H=H, codec=codec, slots=slots, settings=settings, pace=pace, **policy)
+        super().__init__(inner, link, H=H, tau=tau, codec=codec, slots=slots, settings=settings, pace=pace, **options)
 
-    def update(self) -> None:
-        """One round: the outer step."""
-        x, a, m = self.params(), self.slot("anchor"), self.slot("momentum")
-        D = self.merge.outgoing([a_ - x_ for a_, x_ in zip(a, x, strict=True)], self.shards)  # D_i <- a - x_i
-        mean, _ = self.average(D, codec=self.merge.codec(self.codec, len(x)), weight=self.work())
-        self.commit()
-        D = self.merge.merged(mean, self.shards)  # D <- mean_i D_i
-        self.outer.step(a, D, m)  # m <- mu m + D;  a <- a - eta (D + mu m)
-        for x_, a_ in zip(x, a, strict=True):
-            x_.copy_(a_)
+    def send(self) -> Outgoing:
+        """How far this worker went."""
+        return self._outgoing([a - x for a, x in zip(self.slot("anchor"), self.params(), strict=True)])  # D_i <- a - x_i
 
-    def message_nbytes(self) -> int:
-        """Length in bytes of one worker's message of one full round: the formula of the method's docs, as code."""
-        codec, weighted = self.merge.codec(self.codec, len(self.params())), self.pace is not None
-        return message_nbytes(self.link, codec, self.merge.message(self.params()), weighted=weighted)
+    def send_again(self) -> Outgoing:
+        """The same once more: x_i has moved on."""
+        return self._outgoing(self.slot("outgoing"))
+
+    def _outgoing(self, D: list[Tensor]) -> Outgoing:
+        given, codec = self.merge.outgoing(D, self.shards), self.merge.codec(self.codec, len(D))
+        return self.outgoing(given, codec=codec, weight=self.work(), source=D)
+
+    def apply(self, arrived: Arrived) -> None:
+        """The outer step."""
+        before, which = self.anchor_before(arrived), arrived.which
+        D = self.merge.merged(arrived.mean, self.shards)  # D <- mean_i D_i
+        self.outer.step(self.part("anchor", which), D, self.part("momentum", which))  # m <- mu m + D;  a <- a - eta (D + mu m)
+        self.follow(arrived, before=before)

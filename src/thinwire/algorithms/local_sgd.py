@@ -19,7 +19,9 @@ from typing import Any, Unpack
 from torch.optim import Optimizer
 
 from thinwire.codecs import Codec
-from thinwire.core.optimizer import Policy
+from thinwire.core.exchange import Arrived, Outgoing
+from thinwire.core.optimizer import PolicyOptions
+from thinwire.core.shared_model import overwrite
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError
 from thinwire.links.base import Link
@@ -40,7 +42,7 @@ class LocalSGD(Wrapper):
         H: local steps per round, or a `Schedule`.
         codec: dense, not narrower than the parameters, since they are sent themselves; to send differences in few bits use
             `DiLoCo` with outer_lr=1 and outer_momentum=0, which is the same method.
-        policy: see `thinwire.core.optimizer.Policy`.
+        options: see `thinwire.Policy`.
     """
 
     name = "local-sgd"
@@ -54,10 +56,10 @@ class LocalSGD(Wrapper):
         *,
         H: int | Schedule = 32,
         codec: Codec | None = None,
-        **policy: Unpack[Policy],
+        **options: Unpack[PolicyOptions],
     ):
         """Wrap `inner`."""
-        super().__init__(inner, link, H=H, codec=codec, slots={"anchor": "param"}, settings={"H": H}, **policy)
+        super().__init__(inner, link, H=H, codec=codec, slots={"anchor": "param"}, settings={"H": H}, **options)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         super()._check_group(group)
@@ -68,11 +70,12 @@ class LocalSGD(Wrapper):
                     "use a dense codec at least as wide, or DiLoCo(outer_lr=1, outer_momentum=0), which sends differences"
                 )
 
-    def update(self) -> None:
-        """One round: everyone takes the mean."""
-        x = self.params()
-        mean, _ = self.average(x)  # mean_i x_i
-        self.commit()
-        for mine, anchor, agreed in zip(x, self.slot("anchor"), mean, strict=True):
-            mine.copy_(agreed)
-            anchor.copy_(agreed)
+    def send(self) -> Outgoing:
+        """The parameters."""
+        return self.outgoing(self.params())
+
+    def apply(self, arrived: Arrived) -> None:
+        """Everyone takes the mean."""
+        before = self.anchor_before(arrived)
+        overwrite(self.slot("anchor"), arrived.mean)  # x <- mean_i x_i
+        self.follow(arrived, before=before)

@@ -21,7 +21,10 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, Dense
-from thinwire.core.optimizer import Policy, Start, log, overwrite
+from thinwire.core.exchange import Arrived
+from thinwire.core.optimizer import PolicyOptions, Start
+from thinwire.core.shared_model import overwrite
+from thinwire.core.slots import log
 from thinwire.core.states import State, StateAveraging, state_codecs, state_periods
 from thinwire.links.base import Link
 from thinwire.maths import low_rank
@@ -56,12 +59,12 @@ class LoRDO(StateAveraging):
         rotate: turn the moments into the basis of a new projector.
         projection: from the "global" difference, or each worker's "local" gradient, an ablation in which moments stay home.
         codec: what is sent; one for all states or one by name ("param", "exp_avg", "exp_avg_sq"), as in `MTDAO`.
-        policy: see `thinwire.core.optimizer.Policy`.
+        options: see `thinwire.Policy`.
     """
 
-    name, warm_inner = "lordo", "low-rank"
+    name = "lordo"
     needs_whole_tensors = True  # singular vectors of a shard are not those of the matrix
-    replicated, taken_over = frozenset({"anchor", "Q"}), frozenset({"Q"})
+    replicated = frozenset({"anchor", "Q"})
 
     def __init__(
         self,
@@ -83,7 +86,7 @@ class LoRDO(StateAveraging):
         rotate: bool = True,
         projection: Literal["global", "local"] = "global",
         codec: Codec | Mapping[str, Codec] | None = None,
-        **policy: Unpack[Policy],
+        **options: Unpack[PolicyOptions],
     ):
         """Check the settings that all groups share; `add_param_group` checks the others."""
         low_rank.check_settings(qh=qh, projection=projection, clip_norm=clip_norm, periods=(K_u, K_v))
@@ -97,7 +100,9 @@ class LoRDO(StateAveraging):
         slots: dict[str, Start] = {"anchor": "param", "step": "count"}
         slots |= low_rank.slots(lambda: self.param_groups[-1]["rank"], feedback=feedback)
         slots |= {} if codecs["param"].holds(torch.float32) else {"residual": "zeros"}
-        super().__init__(params, link, defaults=group, H=beats, codec=codecs["param"], slots=slots, settings=settings, **policy)
+        super().__init__(
+            params, link, defaults=group, H=beats, codec=codecs["param"], slots=slots, settings=settings, **options
+        )
         self.states = tuple(self._state(name, periods, codecs) for name in periods)
 
     def _state(self, name: str, periods: Mapping[str, Schedule], codecs: Mapping[str, Codec]) -> State:
@@ -119,17 +124,14 @@ class LoRDO(StateAveraging):
         """One step of low-rank Adam; skipped when this worker's gradient is not finite."""
         torch._foreach_add_(self.slot("step"), 1)  # t, also of a skipped step: v is turned by it, on all workers alike
         if not self.gradients_finite():
-            log.warning("rank %d, step %d: NaN or Inf in the gradient, local step skipped", self.link.rank, self.steps)
-            self._withdrawn = self.on_nonfinite == "raise"  # all raise together in the next round
+            log.warning("rank %d, step %d: NaN or Inf in the gradient, local step skipped", self.peers.id, self.steps)
+            self.engine.invalid_next = self.policy.on_nonfinite == "raise"  # all raise together in the next round
             return
         low_rank.step(self._active, self.state, self.groups(), qh=self.qh, clip=self.clip_factor(self.clip_norm))
 
-    def update(self) -> None:
-        """One round: all states that are due, then a new projector where the parameters are among them."""
-        due = self.due_states()
-        mean, sent = self.average(due.outgoing(), codec=due.codec, want_sent=due.lossy, weight=due.weight)
-        self.commit()
-        due.take(mean, sent)
+    def apply(self, arrived: Arrived) -> None:
+        """All states that are due, then a new projector where the parameters are among them."""
+        super().apply(arrived)
         if self.whole_round():
             low_rank.refresh(self._active, self.state, self.groups(), self._sources.pop(), turn=self.rotate)
 
@@ -138,11 +140,12 @@ class LoRDO(StateAveraging):
         overwrite(self.params(), self.slot("anchor"))
         low_rank.heal(self.state.values())
 
-    def newcomer_takes(self, key: str) -> bool:
+    def joiner_copies(self, key: str) -> bool:
         """The number of steps too: averaged moments must not be corrected for bias anew."""
-        return super().newcomer_takes(key) or (key == "step" and self.projection == "global")
+        return super().joiner_copies(key) or (key == "step" and self.projection == "global")
 
-    def _agreed(self) -> list[Tensor]:
+    def agreed(self) -> list[Tensor]:
+        """The anchor."""
         return self.slot("anchor")
 
     def memory(self) -> dict[str, int]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.codecs import Codec, Dense
-from thinwire.core.optimizer import Policy, Start
+from thinwire.core.optimizer import Policy, PolicyOptions, Start
 from thinwire.core.states import State, StateAveraging, state_codecs, state_periods
 from thinwire.core.wrapper import Wrapper, inner_keys
 from thinwire.errors import ConfigError, check_not_negative
@@ -59,7 +59,7 @@ class MTDAO(StateAveraging, Wrapper):
         codec: what is sent; one for all states, or one by name ("param", "exp_avg", "exp_avg_sq", ...). By one that is not
             exact, parameters are sent as differences with error feedback; by one that is not dense, momenta keep what it leaves
             out, and second moments, which must not become negative, travel in bfloat16.
-        policy: see `thinwire.core.optimizer.Policy`.
+        options: see `thinwire.Policy`.
     """
 
     name = "mt-dao"
@@ -79,7 +79,7 @@ class MTDAO(StateAveraging, Wrapper):
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
         codec: Codec | Mapping[str, Codec] | None = None,
-        **policy: Unpack[Policy],
+        **options: Unpack[PolicyOptions],
     ):
         """Wrap `inner`, whose state is made at once."""
         check_not_negative("clip_norm", clip_norm)
@@ -90,7 +90,7 @@ class MTDAO(StateAveraging, Wrapper):
         codecs = state_codecs(list(periods), codec)
         exact = all(codecs["param"].holds(p.dtype) for group in inner.param_groups for p in group["params"])
         slots: dict[str, Start] = {}
-        if not exact or not self.outer.plain or policy.get("on_abort") == "restore":
+        if not exact or not self.outer.plain or Policy.of(options).on_abort == "restore":
             slots["anchor"] = "param"
         if not exact:
             slots["residual"] = "zeros"
@@ -100,7 +100,7 @@ class MTDAO(StateAveraging, Wrapper):
         settings = {"H": H, "K_u": K_u, "K_v": K_v, "clip_norm": clip_norm, "clip_value": clip_value}
         settings |= {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "codecs": {k: repr(c) for k, c in codecs.items()}}
         beats, sent = Periods(tuple(periods.values())), codecs["param"]
-        super().__init__(inner, link, H=beats, codec=sent, slots=slots, settings=settings, **policy)
+        super().__init__(inner, link, H=beats, codec=sent, slots=slots, settings=settings, **options)
         self.make_inner_state()
         self.replicated |= {name for name in slots if name.startswith("agreed_")}
         self.states = tuple(self._state(name, period, codecs[name]) for name, period in periods.items())
@@ -140,10 +140,3 @@ class MTDAO(StateAveraging, Wrapper):
         if self.clip_value and grads:
             torch._foreach_clamp_min_(grads, -self.clip_value)
             torch._foreach_clamp_max_(grads, self.clip_value)
-
-    def update(self) -> None:
-        """One round: all states that are due."""
-        due = self.due_states()
-        mean, sent = self.average(due.outgoing(), codec=due.codec, want_sent=due.lossy, weight=due.weight)
-        self.commit()
-        due.take(mean, sent)

@@ -31,7 +31,8 @@ from torch.optim import Optimizer
 from thinwire.codecs import Codec, Dense
 from thinwire.codecs.base import check_codec
 from thinwire.codecs.shared_seed import numbers
-from thinwire.core.optimizer import Policy, Start
+from thinwire.core.exchange import Arrived, Outgoing, pair_of
+from thinwire.core.optimizer import PolicyOptions, Start
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError, check_not_negative
 from thinwire.links.base import Link
@@ -57,7 +58,7 @@ class NoLoCo(Wrapper):
         outer_momentum: mu; 0.3 in the authors' configs.
         gamma: how strongly the two of a pair are drawn together; by default eta, as in the authors' code.
         codec: dense, in any dtype; float32 by default.
-        policy: see `thinwire.core.optimizer.Policy`.
+        options: see `thinwire.Policy`.
     """
 
     name = "noloco"
@@ -73,7 +74,7 @@ class NoLoCo(Wrapper):
         outer_momentum: float = 0.3,
         gamma: float | None = None,
         codec: Codec | None = None,
-        **policy: Unpack[Policy],
+        **options: Unpack[PolicyOptions],
     ):
         """Wrap `inner`."""
         if not 0 < outer_lr < math.inf:
@@ -90,7 +91,7 @@ class NoLoCo(Wrapper):
         codec = replace(codec, gather=True)  # between two workers nothing is added up on the wire
         settings = {"H": H, "outer_lr": outer_lr, "outer_momentum": outer_momentum, "gamma": gamma}
         slots: dict[str, Start] = {"anchor": "param", "momentum": "zeros"}
-        super().__init__(inner, link, H=H, codec=codec, slots=slots, settings=settings, **policy)
+        super().__init__(inner, link, H=H, codec=codec, slots=slots, settings=settings, **options)
         self.outer_lr, self.outer_momentum, self.gamma = outer_lr, outer_momentum, gamma
 
     @property
@@ -98,13 +99,17 @@ class NoLoCo(Wrapper):
         """Which model `shared_model` shows, in words."""
         return "worker 0's own outer point: workers that meet in pairs have no model in common"
 
-    def update(self) -> None:
-        """One round: the outer step of this worker and its partner."""
+    def send(self) -> Outgoing:
+        """To the partner of this round: s = x + (k - 1) phi."""
+        k, peers = self.gamma / self.outer_lr, self.peers
+        s = [x_ + (k - 1) * phi_ for x_, phi_ in zip(self.params(), self.slot("anchor"), strict=True)]
+        return self.outgoing(s, pair=pair_of(peers.rank, partner_of(peers.rank, peers.size, self.engine.current.number)))
+
+    def apply(self, arrived: Arrived) -> None:
+        """The outer step of this worker and its partner."""
         x, phi, m = self.params(), self.slot("anchor"), self.slot("momentum")
         mu, eta, k = self.outer_momentum, self.outer_lr, self.gamma / self.outer_lr
-        s = [x_ + (k - 1) * phi_ for x_, phi_ in zip(x, phi, strict=True)]
-        mine, theirs = self.swap(s, partner_of(self.link.rank, self.link.size, self.rounds))
-        self.commit()
+        s, mine, theirs = arrived.outgoing.tensors, arrived.mine, arrived.theirs
         for x_, phi_, m_, s_, a, b in zip(x, phi, m, s, mine, theirs, strict=True):
             mean = (a + b) / 2 + (s_ - a)  # what the wire has rounded off my own is not lost: the pair's mean moves exactly
             m_.mul_(mu).add_(mean - k * phi_, alpha=eta)  # mu m + eta mean(x - phi) + gamma (mean(phi) - phi)

@@ -18,7 +18,6 @@ value). The largest message is that of the largest fragment. Memory: a third slo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Unpack
 
@@ -27,17 +26,17 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from thinwire.codecs import Codec
-from thinwire.core.exchange import PendingAverage, message_nbytes
-from thinwire.core.fragments import Layout, Streaming
-from thinwire.core.optimizer import Policy, Start, overwrite
+from thinwire.core.exchange import Arrived, Outgoing
+from thinwire.core.fragments import FragmentLayout, Fragments
+from thinwire.core.optimizer import PolicyOptions, Start
+from thinwire.core.shared_model import overwrite
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError
 from thinwire.links.base import Link
 from thinwire.maths.outer import Merge, Nesterov, Rule
-from thinwire.payload import all_finite
 
 
-class StreamingDiLoCo(Streaming, Wrapper):
+class StreamingDiLoCo(Fragments, Wrapper):
     """H local steps of any optimizer; every fragment takes an outer Nesterov step in its turn, tau steps after it was sent.
 
     Example:
@@ -60,7 +59,7 @@ class StreamingDiLoCo(Streaming, Wrapper):
         nesterov: Nesterov's form as in the paper, or plain heavy-ball momentum.
         merge: "mean" of the differences, or "rda", which keeps their length; see `thinwire.maths.outer`.
         codec: what is sent of the differences; dense float32 by default, `Fp4()` in the paper.
-        policy: see `thinwire.core.optimizer.Policy`.
+        options: see `thinwire.Policy`.
     """
 
     name = "streaming-diloco"
@@ -73,7 +72,7 @@ class StreamingDiLoCo(Streaming, Wrapper):
         *,
         H: int = 32,
         fragments: int | Sequence[Sequence[Parameter]] = 4,
-        layout: Layout = "balanced",
+        layout: FragmentLayout = "balanced",
         tau: int = 1,
         alpha: float = 0.0,
         outer_lr: float = 0.7,
@@ -81,7 +80,7 @@ class StreamingDiLoCo(Streaming, Wrapper):
         nesterov: bool = True,
         merge: Rule = "mean",
         codec: Codec | None = None,
-        **policy: Unpack[Policy],
+        **options: Unpack[PolicyOptions],
     ):
         """Wrap `inner`."""
         self.alpha = alpha
@@ -91,46 +90,47 @@ class StreamingDiLoCo(Streaming, Wrapper):
         settings = {"H": H, "tau": tau, "alpha": alpha, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
         settings |= {"nesterov": nesterov, "merge": merge}
         slots: dict[str, Start] = {"anchor": "param", "momentum": "zeros"}
-        if tau:
-            slots["outgoing"] = "zeros"
-        base = {"codec": codec, "slots": slots, "settings": settings, **policy}
+        base = {"codec": codec, "slots": slots, "settings": settings, **options}
         super().__init__(inner, link, H=H, fragments=fragments, layout=layout, tau=tau, **base)
 
-    def send(self, which: list[int], *, round: int, again: bool) -> PendingAverage:
-        """Put the differences of some parameters on their way."""
-        x, a = self._part("param", which), self._part("anchor", which)
-        D = self._part("outgoing", which) if again else [a_ - x_ for a_, x_ in zip(a, x, strict=True)]  # D_i <- a - x_i
-        if self.tau and not again:  # a NaN makes the message that is sent again withdraw as this one does
-            overwrite(self._part("outgoing", which), [d.fill_(math.nan) for d in D] if self._withdrawn else D)
-        return self.post_average(self.merge.outgoing(D, self.shards), codec=self.merge.codec(self.codec, len(D)), round=round)
+    def send(self) -> Outgoing:
+        """How far this worker went in the parameters of the fragments that are due."""
+        x, a = (self.part(name, self.which(self.due)) for name in ("param", "anchor"))
+        return self._outgoing([a_ - x_ for a_, x_ in zip(a, x, strict=True)])  # D_i <- a - x_i
 
-    def update(self) -> None:
-        """One round: the outer step of the fragments that have arrived."""
-        assert self.arrived.pending is not None
-        mean, _ = self.arrived.pending.wait()
-        self.commit()
-        x, a, m = (self._part(name, self.arrived.which) for name in ("param", "anchor", "momentum"))
-        D = self.merge.merged(mean, self.shards)
+    def send_again(self) -> Outgoing:
+        """The same once more: x_i has moved on."""
+        return self._outgoing(self.part("outgoing", self.which(self.due)))
+
+    def _outgoing(self, D: list[Tensor]) -> Outgoing:
+        return self.outgoing(self.merge.outgoing(D, self.shards), codec=self.merge.codec(self.codec, len(D)), source=D)
+
+    def apply(self, arrived: Arrived) -> None:
+        """The outer step of the fragments that have arrived."""
+        before = self.anchor_before(arrived)
+        x, a, m = (self.part(name, arrived.which) for name in ("param", "anchor", "momentum"))
+        D = self.merge.merged(arrived.mean, self.shards)
         self.outer.step(a, D, m)  # m <- mu m + D;  a <- a - eta (D + mu m)
-        alpha = 0.0 if self.arrived.last else self.alpha
-        overwrite(x, [a_.lerp(x_.to(a_.dtype), alpha) for a_, x_ in zip(a, x, strict=True)] if alpha else a)
+        alpha = 0.0 if arrived.last or not arrived.included else self.alpha
+        if alpha:
+            overwrite(x, [a_.lerp(x_.to(a_.dtype), alpha) for a_, x_ in zip(a, x, strict=True)])
+        else:
+            self.follow(arrived, before=before)
 
     def whole_round(self) -> bool:
         """Whether all workers are equal after this round."""
-        everything = len(self.due) == self.schedule.fragments and len(self.arrived.which) == len(self._active)
-        return super().whole_round() or (self.alpha == 0 and everything)
+        flight = self.engine.current
+        everything = len(self.due) == self.schedule.fragments and len(flight.which) == len(self._active)
+        return (len(self.due) == self.schedule.fragments and flight.last) or (self.alpha == 0 and everything)
+
+    def shared_state(self) -> dict[str, list[Tensor]]:
+        """Everything that is bit-equal on all workers: after a whole round the parameters too."""
+        return super().shared_state() | ({"param": self.params()} if self.pending_steps == 0 else {})
 
     def restore(self) -> None:
-        """The fragments of a refused round go back to their anchor; everything does where this worker's numbers are bad."""
-        if self.shards.any(not all_finite(self.params())):
+        """The fragments of a refused round go back to their anchor; everything does where this worker's state is invalid."""
+        if not self.params_finite():
             super().restore()
         else:
-            which = self.arrived.which
-            overwrite(self._part("param", which), self._part("anchor", which))
-
-    def _part(self, name: str, which: list[int]) -> list[Tensor]:
-        everything = self.params() if name == "param" else self.slot(name)
-        return [everything[i] for i in which]
-
-    def _nbytes(self, tensors: list[Tensor]) -> int:
-        return message_nbytes(self.link, self.merge.codec(self.codec, len(tensors)), self.merge.message(tensors))
+            which = self.engine.current.which
+            overwrite(self.part("param", which), self.part("anchor", which))

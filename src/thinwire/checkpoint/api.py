@@ -181,9 +181,9 @@ def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link) -> Resu
             if f"buffer/{name}" in got.parts:
                 b.copy_(got.parts[f"buffer/{name}"])
     if got.notes:
-        optimizer.begin_anew()
+        optimizer.engine.reset()
     if not got.same_world:
-        optimizer._set_counter("thinwire_synced", optimizer.steps)
+        optimizer.set_counter("thinwire_synced", optimizer.steps)
     elif f"rng/{processes.shard}" in got.parts:
         torch.set_rng_state(got.parts[f"rng/{processes.shard}"])
     _RUNS[model] = got.description.run
@@ -260,7 +260,7 @@ def _read(path: Path, model: nn.Module, optimizer: Algorithm, processes: Process
     description, sums = read_description(path)
     check_fits(description, path, optimizer)
     same_world = description.workers == processes.workers
-    if not same_world and 0 in description.groups[0].get("sick", []) and optimizer.newcomer_takes("param"):
+    if not same_world and 0 in description.groups[0].get("resync", []) and optimizer.joiner_copies("param"):
         raise CheckpointError(
             f"the first worker's numbers were bad when {path} was written, so others cannot start from it: resume with the "
             f"{description.workers} workers that wrote it, which heal it, or from another checkpoint"

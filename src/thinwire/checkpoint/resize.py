@@ -15,7 +15,7 @@ def taken_from_first(key: str, optimizer: Algorithm) -> bool:
     """Whether a worker of another world takes this over: what is replicated, and of the first worker what a newcomer may."""
     owner, section, *_ = key.split("/")
     kind = key.rpartition("/")[2] if section == "state" else section
-    return owner == "replicated" or section in ("buffer", "extra") or optimizer.newcomer_takes(kind)
+    return owner == "replicated" or section in ("buffer", "extra") or optimizer.joiner_copies(kind)
 
 
 def fill_for_other_shards(
@@ -41,7 +41,7 @@ def fill_for_another_world(
 ) -> list[str]:
     """Complete what replicated state alone does not hold; says what was re-initialised."""
     notes = []
-    if optimizer.newcomer_takes("param"):
+    if optimizer.joiner_copies("param"):
         notes.append("all workers start from the parameters of the first, and from its averaged states")
     elif "param" not in optimizer.replicated:
         if "anchor" not in optimizer.replicated:
@@ -57,7 +57,7 @@ def fill_for_another_world(
             if not key.startswith("inner") and f"state/{name}/{key}" not in parts:
                 parts[f"state/{name}/{key}"] = torch.zeros_like(value)
                 lost.add(key)
-    if not optimizer.newcomer_takes("inner") and "inner" not in optimizer.replicated and hasattr(optimizer, "inner"):
+    if not optimizer.joiner_copies("inner") and "inner" not in optimizer.replicated and hasattr(optimizer, "inner"):
         lost.add("the inner optimizer's state")
     if any(key.startswith("buffer/") for key in parts):
         notes.append("buffers such as BatchNorm's statistics are those of the first worker")

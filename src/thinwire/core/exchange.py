@@ -1,16 +1,25 @@
-"""The one place where codec meets link: `average()`, `swap()` in pairs, and `share()` for state in the domain of a transform.
+"""Exchange: where codec meets link. One message per worker and round, checked from end to end before anything is applied.
 
-All pass the finite gate: a contribution with NaN or Inf is found before anything is applied, and the round is refused with the
-culprit named on ALL workers that would have read it, so that no worker's shared state has changed. The other gates are in
-`agreement`.
+`Outgoing` says what a worker sends: tensors, or a slot in the domain of a transform; with which codec, mean and weight. `post`
+puts it on its way and gives an `Exchange`, whose `wait()` returns what `Arrived`. There are two kinds:
+
+* `Reduced`: codecs whose messages may be averaged on the wire. One status number per worker stands behind the values (and the
+  weight, where workers have one). A worker whose contribution is invalid sends zeros and raises its number: the mean tells
+  everybody who it was, without a second round trip.
+* `Gathered`: all others. A message travels in an envelope (`codecs.wire`) that says as much.
+
+A contribution that is invalid (NaN, Inf, or too large) is found before anything is applied, and the round is refused on ALL
+workers with the culprit named, so that no worker's shared state has changed. The other gates are in `gates` and `replicas`.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypedDict, TypeVar, Unpack
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +31,9 @@ from thinwire.codecs.dense import Dense
 from thinwire.codecs.received import Received
 from thinwire.codecs.wire import HEADER_NBYTES, Envelope, fingerprint, seal, unseal
 from thinwire.errors import ConfigError, NonFiniteRound, WireError, check_whole_number
-from thinwire.links.base import Link, Ticket
+from thinwire.links.base import Link, Peers
 from thinwire.network import Op
-from thinwire.payload import Payload, all_finite
-
-T = TypeVar("T")
+from thinwire.payload import Payload, all_finite, zero_invalid_
 
 # Asked with "is something wrong here?": whether it is so anywhere among the processes that share one worker's model.
 AnyShard = Callable[[bool], bool]
@@ -37,138 +44,66 @@ def alone(flag: bool) -> bool:
     return flag
 
 
-class Options(TypedDict, total=False):
-    """Keyword arguments of `average` and `post_average`.
+@dataclass(frozen=True)
+class Outgoing:
+    """What a worker sends in a round; nothing is encoded yet.
 
     Attributes:
-        round: number of the round, for codecs that change with it.
-        want_sent: also return what the others decode of this worker's own message (for error feedback).
-        withdraw: this worker knows that it has nothing good to give: refuse the round on all workers in its name. Of `share`,
-            False says that the caller has found its tensors finite; by default `share` looks itself.
-        any_shard: where the worker's model is sharded over processes, tells whether any of them raised its flag, so that all
-            shards of a worker refuse a round together.
-        mean: how the contributions are combined; only the plain mean can be left to the wire, so a linear codec takes no other.
+        tensors: this worker's contribution, any shapes, on one device; of a slot, tensors of the shapes it stands for, which
+            are added to it first where `scale` is given.
+        codec: what is sent of them.
+        mean: how the contributions are combined. Only the plain mean can be left to the wire, so a linear codec takes no other.
         weight: how much this worker's contribution counts; equal by default. Given by all workers or by none.
-        purpose: what stands in meters and error messages.
+        want_sent: also keep what the others decode of this worker's own message, for error feedback.
+        invalid: whether this worker knows that its contribution is invalid (True) or valid (False); by default it is looked at.
+        slots: state in the domain of the codec's transform, of the shapes that `Chain.slot_shapes` tells: what is sent, instead
+            of `tensors`.
+        decay: with `scale`, slots <- decay * slots + scale * transform(tensors) comes first; one number, or one per tensor.
+            What is added so stays in the slots whatever becomes of the round; an invalid tensor is not added.
+        scale: see `decay`; by default the slots are sent as they are.
+        source: what `tensors` were made of, where a message that is sent again is made of that anew.
+        pair: the ranks of this worker and the one that it exchanges with, in order, or its own alone; None for all workers.
     """
 
-    round: int
-    want_sent: bool
-    withdraw: bool
-    any_shard: AnyShard
-    mean: Mean | None
-    weight: float | None
-    purpose: str
+    tensors: list[Tensor]
+    codec: Codec
+    mean: Mean = field(default_factory=Mean)
+    weight: float | None = None
+    want_sent: bool = False
+    invalid: bool | None = None
+    slots: list[Tensor] | None = None
+    decay: PerTensor = 1.0
+    scale: PerTensor | None = None
+    source: list[Tensor] | None = None
+    pair: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse what the wire cannot do."""
+        codec, weight = self.codec, self.weight
+        if codec.linear and self.pair is not None:
+            raise ConfigError(
+                f"{codec!r} is averaged on the wire, which two workers cannot do: take Dense(gather=True) or the like"
+            )
+        if codec.linear and not self.mean.plain:
+            raise ConfigError(
+                f"{codec!r} is averaged on the wire, which can do the plain mean over workers only, not {self.mean!r}"
+            )
+        if weight is not None and not 0 <= weight <= torch.finfo(torch.float32).max:
+            raise ConfigError(f"weight must be finite in float32 and not negative, got {weight!r}")
+        if weight is not None and codec.linear and _number_nbytes(codec) < 4:
+            raise ConfigError(
+                f"{codec!r} adds up weights on the wire, where they would be rounded: use fp32, or a gathered codec"
+            )
+        if weight is not None and self.mean.trimmed:
+            raise ConfigError(f"a trimmed mean takes no weights, got weight={weight!r} with {self.mean!r}")
+        if self.scale is None and self.decay != 1.0:
+            raise ConfigError(f"decay={self.decay!r} without scale does nothing: give both, or accumulate first")
 
-def average(
-    link: Link, codec: Codec, tensors: Sequence[Tensor], **options: Unpack[Options]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Mean over all workers of what each one's message decodes to. ONE message, whatever the number of tensors.
-
-    Args:
-        link: the wire.
-        codec: what is sent of the tensors.
-        tensors: this worker's contribution: any shapes, on one device; not changed.
-        **options: see `Options`.
-
-    Returns:
-        The mean, bit-identical on every worker, and what this worker sent (an empty list unless asked for).
-
-    Raises:
-        NonFiniteRound: on every worker, when any contribution (or the sum) is not finite.
-        WireError: a message that is not what it should be.
-    """
-    return post_average(link, codec, tensors, **options).wait()
-
-
-def post_average(
-    link: Link,
-    codec: Codec,
-    tensors: Sequence[Tensor],
-    *,
-    round: int = 0,
-    want_sent: bool = False,
-    withdraw: bool = False,
-    any_shard: AnyShard = alone,
-    mean: Mean | None = None,
-    weight: float | None = None,
-    purpose: str = "round",
-) -> PendingAverage:
-    """Start an `average`; compute while it is under way and call `wait()` on the result later."""
-    tensors = list(tensors)
-    like = [torch.empty_like(t, device="meta") for t in tensors]  # shapes only: the tensors may change meanwhile
-    mail = Mail(link, codec, like, round, any_shard, mean or Mean(), weight, purpose)
-    scaled = tensors if weight is None or not codec.linear else [t * weight for t in tensors]
-    if codec.linear:
-        body = codec.encode(scaled, round=round, spare=mail.spare)
-        finite = body.finite
-    else:
-        body, finite = codec.encode_finite(tensors, round=round)
-    if not isinstance(codec, Dense):  # it may leave a NaN out, or turn it into something finite: look at what goes in
-        finite = finite and all_finite(tensors)
-    sent = []
-    if want_sent and not finite:  # the round will be refused; to decode a NaN would raise on this worker alone
-        sent = [torch.zeros_like(t) for t in tensors]
-    elif want_sent:  # decoded from a copy: the link reduces into the payload's own buffer
-        sent = codec.decode(mail.strip(body.like(body.data.clone())), tensors, round=round)
-        if codec.linear and weight:
-            sent = [s / weight for s in sent]
-    return PendingAverage(mail, mail.post(body, withdraw or not finite), sent)
-
-
-def swap(
-    link: Link,
-    codec: Codec,
-    tensors: Sequence[Tensor],
-    partner: int | None,
-    *,
-    round: int = 0,
-    withdraw: bool = False,
-    any_shard: AnyShard = alone,
-    purpose: str = "round",
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Exchange ONE message with one other worker; the rest of the workers are not waited for.
-
-    Args:
-        link: the wire.
-        codec: what is sent of the tensors; one whose messages are gathered, such as `Dense(gather=True)`.
-        tensors: this worker's contribution: any shapes, on one device; not changed.
-        partner: the rank to exchange with, which must name this one; None for a worker that has no partner.
-        round: see `Options`.
-        withdraw: see `Options`; here the two of a pair refuse together.
-        any_shard: see `Options`.
-        purpose: see `Options`.
-
-    Returns:
-        What this worker's message decodes to and what the partner's does; without a partner, the first in both places. They may
-        be views into the messages: read them, do not write to them.
-
-    Raises:
-        NonFiniteRound: on both members of the pair, when the contribution of either is not finite.
-        WireError: a message that is not what it should be.
-    """
-    if codec.linear:
-        raise ConfigError(
-            f"{codec!r} is averaged on the wire, which two workers cannot do: take Dense(gather=True) or the like"
-        )
-    tensors = list(tensors)
-    like = [torch.empty_like(t, device="meta") for t in tensors]
-    pair = (link.rank,) if partner is None else (min(link.rank, partner), max(link.rank, partner))
-    mail = Mail(link, codec, like, round, any_shard, Mean(), None, purpose, pair)
-    body, finite = codec.encode_finite(tensors, round=round)
-    if not isinstance(codec, Dense):
-        finite = finite and all_finite(tensors)
-    read = mail.read(mail.post(body, withdraw or not finite).wait(), mail.decode_each)
-    mine = pair.index(link.rank)
-    return read[mine], read[-1 - mine]
-
-
-def message_nbytes(link: Link, codec: Codec, tensors: Sequence[Tensor], *, weighted: bool = False) -> int:
-    """Length in bytes of the message that `average` would send, with what it adds to tell a bad contribution."""
-    if not codec.linear:
-        return HEADER_NBYTES + codec.nbytes(tensors)
-    return codec.nbytes(tensors) + _number_nbytes(codec) * (link.size + weighted)
+    def nbytes(self, workers: int) -> int:
+        """Length in bytes of one worker's message among so many workers, with what tells an invalid contribution."""
+        if not self.codec.linear:
+            return HEADER_NBYTES + self.codec.nbytes(self.tensors)
+        return self.codec.nbytes(self.tensors) + _number_nbytes(self.codec) * (workers + (self.weight is not None))
 
 
 def _number_nbytes(codec: Codec) -> int:
@@ -176,125 +111,256 @@ def _number_nbytes(codec: Codec) -> int:
     return codec.nbytes([torch.empty(1, device="meta")])
 
 
-@dataclass
-class Mail:
-    """One exchange of one codec's messages: what is put around a body, and what is checked when the others' come.
+@dataclass(frozen=True)
+class Arrived:
+    """What a round brought; nothing of it has been applied.
 
-    A message that may be averaged on the wire has one status number per worker behind it (and the weight, where workers have
-    one). A worker that finds its own message not finite sends zeros and raises its number: the mean then tells everybody who
-    it was, without a second round trip. A message that is gathered travels in an envelope (`codecs.wire`) that says as much.
+    Attributes:
+        ids: of the workers whose messages were counted, in order.
+        included: whether this worker's own was among them.
+        outgoing: what this worker gave.
+        sent: what the others read in this worker's message, where that was asked for.
+        which: numbers of the parameters that the round is about; all of them unless it is a fragment's.
+        last: whether this is the round of `finish()`, after which all workers shall be equal.
     """
 
-    link: Link
-    codec: Codec
-    like: list[Tensor]
-    round: int
-    any_shard: AnyShard
-    mean: Mean
-    weight: float | None
-    purpose: str = "round"
-    pair: tuple[int, ...] | None = None  # of a swap: this worker and its partner, in rank order
+    ids: tuple[int, ...]
+    included: bool
+    outgoing: Outgoing
+    sent: list[Tensor] = field(default_factory=list)
+    which: tuple[int, ...] = ()
+    last: bool = False
+    _mean: list[Tensor] | None = None
+    _each: list[list[Tensor]] = field(default_factory=list)
+    _received: Received | None = None
+    _encoded: Encoded | None = None
 
-    def __post_init__(self) -> None:
-        """Refuse what the wire cannot do."""
-        check_whole_number("round", self.round, least=0)
-        if self.codec.linear and not self.mean.plain:
-            raise ConfigError(
-                f"{self.codec!r} is averaged on the wire, which can do the plain mean over workers only, not {self.mean!r}"
-            )
-        if self.weight is not None and not 0 <= self.weight <= torch.finfo(torch.float32).max:
-            raise ConfigError(f"weight must be finite in float32 and not negative, got {self.weight!r}")
-        if self.weight is not None and self.codec.linear and _number_nbytes(self.codec) < 4:
-            raise ConfigError(
-                f"{self.codec!r} adds up weights on the wire, where they would be rounded: use fp32, or a gathered codec"
-            )
-        if self.weight is not None and self.mean.trimmed:
-            raise ConfigError(f"a trimmed mean takes no weights, got weight={self.weight!r} with {self.mean!r}")
+    @functools.cached_property
+    def mean(self) -> list[Tensor]:
+        """The mean of what the messages decode to, bit-identical on every worker."""
+        if self._mean is not None:
+            return self._mean
+        assert self._received is not None, "the messages of a pair have no mean: see `mine` and `theirs`"
+        return self._received.tensors()
+
+    @property
+    def mine(self) -> list[Tensor]:
+        """In a pair: what this worker's own message decodes to. It may be a view into the message: do not write to it."""
+        assert self.outgoing.pair is not None
+        return self._each[0]
+
+    @property
+    def theirs(self) -> list[Tensor]:
+        """In a pair: what the partner's message decodes to; this worker's own without a partner. Do not write to it."""
+        return self._each[-1]
+
+    def take_from(self, slots: Sequence[Tensor], *, scale: PerTensor = 1.0) -> None:
+        """Subtract from slots exactly what the others read in this worker's message, or a part of it.
+
+        A message that was not counted stays in the slots.
+        """
+        assert self._encoded is not None
+        if self.included:
+            self._encoded.take_from(slots, scale=scale)
+
+    def each(self, tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> Iterator[Any]:
+        """Go through tensors and the mean side by side, without a copy of the model: see `Received.each`."""
+        assert self._received is not None
+        return self._received.each(tensors, *others)
+
+    def squares(self) -> list[float]:
+        """The sum of squares of each tensor's mean: see `Received.squares`."""
+        assert self._received is not None
+        return self._received.squares()
+
+
+class Exchange(ABC):
+    """A message under way.
+
+    Args:
+        link: the wire.
+        outgoing: this worker's contribution; not changed, but for its slots.
+        peers: who takes part.
+        round: number of the round, for codecs that change with it.
+        any_shard: where the worker's model is sharded over processes, tells whether any of them raised its flag, so that all
+            shards of a worker refuse a round together.
+        purpose: what stands in meters and error messages.
+        largest: a value larger than this makes a contribution invalid.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        outgoing: Outgoing,
+        *,
+        peers: Peers,
+        round: int = 0,
+        any_shard: AnyShard = alone,
+        purpose: str = "round",
+        largest: float = math.inf,
+    ):
+        """Encode the message and post it."""
+        check_whole_number("round", round, least=0)
+        self.peers, self.round, self.any_shard, self.purpose = peers, round, any_shard, purpose
+        self.outgoing, self.codec, self.weight = outgoing, outgoing.codec, outgoing.weight
+        # Shapes only: the tensors may change meanwhile.
+        self.like = [torch.empty_like(t, device="meta") for t in outgoing.tensors]
+        self.encoded: Encoded | None = None
+        self.sent: list[Tensor] = []
+        body, invalid = self._encode_slots(largest) if outgoing.slots is not None else self._encode(largest)
+        payload, op = self._message(replace(body, purpose=purpose), any_shard(invalid))
+        self.ticket = link.post(payload, op)
+
+    @abstractmethod
+    def _message(self, body: Payload, invalid: bool) -> tuple[Payload, Op]:
+        """The message around a body, and what the link shall do with it."""
+
+    @abstractmethod
+    def _open(self, payloads: list[Payload]) -> tuple[list[Payload], list[float] | None, list[int]]:
+        """The bodies, the workers' weights where they have any, and the ids of those whose contribution is invalid."""
+
+    @abstractmethod
+    def _decode(self, bodies: list[Payload], weights: list[float] | None) -> tuple[Arrived, bool]:
+        """What arrived, and whether it is finite."""
 
     @property
     def spare(self) -> int:
-        """Numbers behind a message that is averaged on the wire."""
-        return self.link.size + (self.weight is not None) if self.codec.linear else 0
+        """Numbers that are sent behind the values."""
+        return 0
 
-    def strip(self, payload: Payload) -> Payload:
-        """A message without the numbers behind it."""
-        return payload.like(payload.data[: payload.data.numel() - self.spare])
+    def _encode(self, largest: float) -> tuple[Payload, bool]:
+        """The body, with room behind it, and whether the contribution is invalid."""
+        codec, tensors, spare = self.codec, self.outgoing.tensors, self.spare
+        scaled = [t * self.weight for t in tensors] if codec.linear and self.weight is not None else tensors
+        if isinstance(codec, Dense):
+            body = codec.encode(scaled, round=self.round, spare=spare)
+            finite = all_finite([body.data.view(codec.wire_dtype)], largest)
+        else:  # a codec may leave a NaN out, or turn it into something finite: look at what goes in
+            body, finite = codec.encode_finite(scaled, round=self.round)
+            if spare:
+                body = body.like(torch.cat([body.data, body.data.new_zeros(spare)]))
+            finite = finite and all_finite(tensors, largest)
+        if self.outgoing.want_sent and not finite:  # the round will be refused; to decode a NaN would raise here alone
+            self.sent = [torch.zeros_like(t) for t in tensors]
+        elif self.outgoing.want_sent:  # decoded from a copy: the link reduces into the payload's own buffer
+            copy = body.like(body.data[: body.data.numel() - spare].clone())
+            self.sent = codec.decode(copy, tensors, round=self.round)
+            if codec.linear and self.weight:
+                self.sent = [s / self.weight for s in self.sent]
+        return body, bool(self.outgoing.invalid) or not finite
 
-    def post(self, body: Payload, bad: bool) -> Ticket:
-        """Put a body (with room behind it) on its way."""
-        bad = self.any_shard(bad)
-        body = replace(body, purpose=self.purpose)
-        if not self.codec.linear:
-            if bad:
-                body = body.like(torch.zeros_like(body.data))
-            envelope = Envelope(self.link.rank, 1.0 if self.weight is None else self.weight, withdrawn=bad)
-            op: Op = "gather"
-            if self.pair is not None:
-                op, body = "pair", replace(body, partner=next((r for r in self.pair if r != self.link.rank), None))
-            return self.link.post(seal(body, envelope, fingerprint=self._fingerprint, round=self.round), op)
-        if bad:
-            body.data.zero_()
-        if self.weight is not None:
-            body.data[-1] = self.weight
-        if bad:
-            body.data[body.data.numel() - self.spare + self.link.rank] = 1
-        return self.link.post(body, "mean")
+    def _encode_slots(self, largest: float) -> tuple[Payload, bool]:
+        """Likewise of slots."""
+        out, chain = self.outgoing, Chain.of(self.codec)
+        assert out.slots is not None
+        # Without an accumulation it is the slots that may hold something invalid where a selection does not look.
+        looked = out.slots if out.scale is None else out.tensors
+        invalid = not all_finite(looked, largest) if out.invalid is None else out.invalid
+        invalid = self.any_shard(invalid)  # before anything is accumulated: all shards of a worker leave its gradient out
+        scale = None if invalid else out.scale  # slots outlive the round: nothing invalid may enter them
+        encoded = chain.encode_slots(out.slots, out.tensors, round=self.round, decay=out.decay, scale=scale)
+        if not encoded.finite and scale is not None:  # finite numbers so large that their transform is not: they must not stay
+            zero_invalid_(out.slots)
+        self.codec, self.encoded, body = chain, encoded, encoded.payload
+        if self.spare:
+            data = body.data if self.weight is None else body.data * self.weight
+            body = body.like(torch.cat([data, data.new_zeros(self.spare)]))
+        return body, invalid or not encoded.finite
 
-    @functools.cached_property
-    def _fingerprint(self) -> int:
-        return fingerprint(self.codec, self.like)
-
-    def read(self, payloads: list[Payload], decode: Callable[[list[Payload], list[float] | None], tuple[T, bool]]) -> T:
-        """Check what came and decode it.
+    def wait(self) -> Arrived:
+        """What all workers sent, checked from end to end.
 
         All shards of a worker accept or refuse it together, or half a model would take the step.
 
-        Args:
-            payloads: as the link brought them.
-            decode: makes the result of the bodies and the workers' weights (None where they have none), and tells whether it
-                is finite.
-
         Raises:
             WireError: a message that is not what it should be.
-            NonFiniteRound: on every worker that reads them, naming those who have nothing good to give.
+            NonFiniteRound: on every worker that reads them, naming those whose contribution is invalid.
         """
         error, culprits, result = None, [], []
         try:
-            bodies, weights, culprits = self._open(payloads)
+            bodies, weights, culprits = self._open(self.ticket.wait())
             if not culprits:
-                decoded, finite = decode(bodies, weights)
-                result, culprits = [decoded], [] if finite else [-1]
+                arrived, finite = self._decode(bodies, weights)
+                result, culprits = [arrived], [] if finite else [-1]
         except WireError as found:
             error = found
         if not self.any_shard(error is not None or bool(culprits)):
             return result[0]
-        if error is not None:
-            raise error
+        if self.any_shard(error is not None):
+            raise error or WireError("another shard of this worker could not read its messages")
         names = ", ".join(f"rank {r}" for r in culprits if r >= 0)
         reason = f"NaN or Inf in the contribution of {names}" if names else "the sum of all contributions overflowed"
-        together = (
-            f"on all {self.link.size} workers" if self.pair is None else f"by rank {' and rank '.join(map(str, self.pair))}"
-        )
+        pair = self.outgoing.pair
+        together = f"on all {self.peers.size} workers" if pair is None else f"by rank {' and rank '.join(map(str, pair))}"
         raise NonFiniteRound(
             f"round {self.round} refused {together}: " + (reason if culprits else "another shard of this worker refused it"),
             culprits=[r for r in culprits if r >= 0],
         )
 
+    def _arrived(self, ids: tuple[int, ...], **result: Any) -> Arrived:
+        return Arrived(ids, self.peers.id in ids, self.outgoing, self.sent, _encoded=self.encoded, **result)
+
+
+class Reduced(Exchange):
+    """Messages that are averaged on the wire."""
+
+    @property
+    def spare(self) -> int:
+        """One status number per worker, and the weight."""
+        return self.peers.size + (self.weight is not None)
+
+    def _message(self, body: Payload, invalid: bool) -> tuple[Payload, Op]:
+        if invalid:
+            body.data.zero_()
+        if self.weight is not None:
+            body.data[-1] = self.weight
+        if invalid:
+            body.data[body.data.numel() - self.spare + self.peers.rank] = 1
+        return body, "mean"
+
     def _open(self, payloads: list[Payload]) -> tuple[list[Payload], list[float] | None, list[int]]:
-        """The bodies, the workers' weights where they have any, and the ranks that have nothing good to give."""
-        if self.codec.linear:
-            numbers = payloads[0].data[payloads[0].data.numel() - self.spare :].float()
-            culprits = numbers[: self.link.size].nonzero().flatten().tolist()
-            if not culprits and not payloads[0].finite:
-                culprits = [-1]  # every contribution was finite, their sum in the wire's dtype is not
-            if self.weight is not None and not culprits and not numbers[-1] > 0:
-                raise WireError("the weights of all workers are zero")
-            return [self.strip(payloads[0])], None if self.weight is None else [float(numbers[-1])], culprits
+        data = payloads[0].data
+        values, numbers = data[: data.numel() - self.spare], data[data.numel() - self.spare :].float()
+        culprits = [self.peers.expected[place] for place in numbers[: self.peers.size].nonzero().flatten().tolist()]
+        if not culprits and not payloads[0].finite:
+            culprits = [-1]  # every contribution was finite, their sum in the wire's dtype is not
+        if self.weight is not None and not culprits and not numbers[-1] > 0:
+            raise WireError("the weights of all workers are zero")
+        return [payloads[0].like(values)], None if self.weight is None else [float(numbers[-1])], culprits
+
+    def _decode(self, bodies: list[Payload], weights: list[float] | None) -> tuple[Arrived, bool]:
+        (body,), ids = bodies, self.peers.expected
+        if self.encoded is None:
+            mean = self.codec.decode(body, self.like, round=self.round)
+            return self._arrived(ids, _mean=[m / weights[0] for m in mean] if weights else mean), True
+        assert isinstance(self.codec, Chain)
+        body = body.like(body.data / weights[0]) if weights else body
+        received = self.codec.receive([body], self.like, round=self.round, mean=self.outgoing.mean)
+        return self._arrived(ids, _received=received), received.safe
+
+
+class Gathered(Exchange):
+    """Messages that all workers, or both of a pair, send to each other."""
+
+    @functools.cached_property
+    def _fingerprint(self) -> int:
+        return fingerprint(self.codec, self.like)
+
+    def _message(self, body: Payload, invalid: bool) -> tuple[Payload, Op]:
+        if invalid:
+            body = body.like(torch.zeros_like(body.data))
+        envelope = Envelope(self.peers.id, 1.0 if self.weight is None else self.weight, withdrawn=invalid)
+        if self.outgoing.pair is not None:
+            body = replace(body, partner=next((r for r in self.outgoing.pair if r != self.peers.rank), None))
+        sealed = seal(body, envelope, fingerprint=self._fingerprint, round=self.round)
+        return sealed, "gather" if self.outgoing.pair is None else "pair"
+
+    def _open(self, payloads: list[Payload]) -> tuple[list[Payload], list[float] | None, list[int]]:
         nbytes = self.codec.nbytes(self.like)
-        opened = [
-            unseal(p, fingerprint=self._fingerprint, round=self.round, rank=rank, nbytes=nbytes)
-            for rank, p in zip(self.pair or range(len(payloads)), payloads, strict=True)
-        ]
+        opened = []
+        for p in payloads:
+            assert p.sender is not None, "a link says whose message it brings"
+            opened.append(unseal(p, fingerprint=self._fingerprint, round=self.round, rank=p.sender, nbytes=nbytes))
         weights = [e.weight for _, e in opened]
         if self.weight is None and (odd := [e for _, e in opened if e.weight != 1]):
             raise WireError(f"weight {odd[0].weight:g}, where this worker gives no weight", rank=odd[0].rank)
@@ -303,161 +369,49 @@ class Mail:
         culprits = [e.rank for _, e in opened if e.withdrawn]
         return [body for body, _ in opened], None if self.weight is None else weights, culprits
 
-    def decode_each(self, bodies: list[Payload], _: list[float] | None) -> tuple[list[list[Tensor]], bool]:
-        """The tensors of each body, for `read`."""
+    def _decode(self, bodies: list[Payload], weights: list[float] | None) -> tuple[Arrived, bool]:
+        ids = tuple(body.sender for body in bodies if body.sender is not None)
+        if self.outgoing.pair is not None:
+            each = self._decode_each(bodies)
+            mine = ids.index(self.peers.id)
+            return self._arrived(ids, _each=[each[mine], each[-1 - mine]]), True
+        round, mean = self.round, self.outgoing.mean
+        if self.encoded is not None:
+            assert isinstance(self.codec, Chain)
+            own = (ids.index(self.peers.id), self.encoded) if self.peers.id in ids else None
+            received = self.codec.receive(bodies, self.like, round=round, mean=mean, weights=weights, own=own)
+            return self._arrived(ids, _received=received), received.safe
+        combined = self.codec.combine(bodies, self.like, round=round, mean=mean, weights=weights)
+        finite = all_finite(combined)
+        if not finite:  # an honest sender would have said that its contribution is invalid
+            self._decode_each(bodies)
+        return self._arrived(ids, _mean=combined), finite
+
+    def _decode_each(self, bodies: list[Payload]) -> list[list[Tensor]]:
+        """The tensors of each message; one with a value that is not finite is refused in its sender's name."""
         decoded = [self.codec.decode(body, self.like, round=self.round) for body in bodies]
-        for rank, tensors in zip(self.pair or range(len(bodies)), decoded, strict=True):
-            if not all_finite(tensors):  # a sender that is honest would have withdrawn
-                raise WireError("a value that is not finite", rank=rank)
-        return decoded, True
+        for body, tensors in zip(bodies, decoded, strict=True):
+            if not all_finite(tensors):
+                raise WireError("a value that is not finite", rank=body.sender)
+        return decoded
 
 
-@dataclass
-class PendingAverage:
-    """An average under way."""
-
-    mail: Mail
-    ticket: Ticket
-    sent: list[Tensor]
-
-    def wait(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The mean and what was sent; raises `NonFiniteRound` on every worker alike."""
-        return self.mail.read(self.ticket.wait(), self._decode), self.sent
-
-    def _decode(self, bodies: list[Payload], weights: list[float] | None) -> tuple[list[Tensor], bool]:
-        mail = self.mail
-        if mail.codec.linear:
-            mean = mail.codec.decode(bodies[0], mail.like, round=mail.round)
-            return ([m / weights[0] for m in mean] if weights else mean), True
-        mean = mail.codec.combine(bodies, mail.like, round=mail.round, mean=mail.mean, weights=weights)
-        finite = all_finite(mean)
-        if not finite:  # a sender that is honest would have withdrawn
-            for rank, body in enumerate(bodies):
-                if not all_finite(mail.codec.decode(body, mail.like, round=mail.round)):
-                    raise WireError("a value that is not finite", rank=rank)
-        return mean, finite
-
-
-# --- Tensors that live in the domain of a transform --------------------------------------------------------------------
-
-
-def share(link: Link, chain: Codec, slots: Sequence[Tensor], like: Sequence[Tensor], **options: Unpack[ShareOptions]) -> Share:
-    """Exchange what a chain keeps of slots, without a copy of the model: `average` for state in the domain of a transform.
-
-    Nothing is applied: after `link.commit()` take what was sent off the slots, and go through the mean piece by piece. What
-    is accumulated on the way (see `ShareOptions`) stays in the slots whatever becomes of the round, so do not give it again;
-    a tensor that is not finite is not.
-
-    Args:
-        link: the wire.
-        chain: what is sent of the slots.
-        slots: float32, of the shapes that `chain.slot_shapes(like)` tells.
-        like: tensors of the shapes that the slots stand for.
-        **options: see `ShareOptions`.
-
-    Raises:
-        NonFiniteRound: on every worker, when any contribution (or the sum) is not finite.
-        WireError: a message that is not what it should be.
-    """
-    return post_share(link, chain, slots, like, **options).wait()
-
-
-class ShareOptions(Options, total=False):
-    """Keyword arguments of `share` and `post_share`: those of `average`, and an accumulation in the same pass over memory.
-
-    Attributes:
-        decay: with `scale`, slots <- decay * slots + scale * transform(like) comes first; one number, or one per tensor.
-        scale: see `decay`; by default the slots are encoded as they are.
-    """
-
-    decay: PerTensor
-    scale: PerTensor | None
-
-
-def post_share(
+def post(
     link: Link,
-    chain: Codec,
-    slots: Sequence[Tensor],
-    like: Sequence[Tensor],
+    outgoing: Outgoing,
     *,
+    peers: Peers | None = None,
     round: int = 0,
-    want_sent: bool = True,  # noqa: ARG001  (costs nothing here)
-    withdraw: bool | None = None,
     any_shard: AnyShard = alone,
-    mean: Mean | None = None,
-    weight: float | None = None,
     purpose: str = "round",
-    decay: PerTensor = 1.0,
-    scale: PerTensor | None = None,
-) -> PendingShare:
-    """Start a `share`; compute while it is under way and call `wait()` on the result later."""
-    chain = Chain.of(chain)
-    shapes = [torch.empty_like(t, device="meta") for t in like]
-    mail = Mail(link, chain, shapes, round, any_shard, mean or Mean(), weight, purpose)
-    if scale is None and decay != 1.0:
-        raise ConfigError(f"decay={decay!r} without scale does nothing: give both, or accumulate first")
-    # Without an accumulation it is the slots that may hold something bad where a selection does not look.
-    bad = withdraw if withdraw is not None else not all_finite(slots if scale is None else like)
-    bad = any_shard(bad)  # before anything is accumulated: all shards of a worker leave its gradient out together
-    if bad:
-        scale = None  # slots outlive the round: nothing bad may enter them
-    encoded = chain.encode_slots(slots, like, round=round, decay=decay, scale=scale)
-    if not encoded.finite and scale is not None:  # finite numbers so large that their transform is not: they must not stay
-        for slot in slots:
-            slot.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-    body = encoded.payload
-    if chain.linear:
-        data = body.data if weight is None else body.data * weight
-        body = body.like(torch.cat([data, data.new_zeros(mail.spare)]))
-    return PendingShare(mail, mail.post(body, bad or not encoded.finite), encoded)
+    largest: float = math.inf,
+) -> Exchange:
+    """Put a message on its way; compute meanwhile and call `wait()` on the result later. See `Exchange`."""
+    kind = Reduced if outgoing.codec.linear else Gathered
+    peers = peers or link.peers()
+    return kind(link, outgoing, peers=peers, round=round, any_shard=any_shard, purpose=purpose, largest=largest)
 
 
-@dataclass
-class PendingShare:
-    """A share under way."""
-
-    mail: Mail
-    ticket: Ticket
-    encoded: Encoded
-
-    def wait(self) -> Share:
-        """The messages of all workers, checked from end to end."""
-        return Share(self.encoded, self.mail.read(self.ticket.wait(), self._receive))
-
-    def _receive(self, bodies: list[Payload], weights: list[float] | None) -> tuple[Received, bool]:
-        mail = self.mail
-        assert isinstance(mail.codec, Chain)
-        if mail.codec.linear and weights:
-            bodies, weights = [b.like(b.data / weights[0]) for b in bodies], None
-        own = None if mail.codec.linear else (mail.link.rank, self.encoded)
-        received = mail.codec.receive(bodies, mail.like, round=mail.round, mean=mail.mean, weights=weights, own=own)
-        return received, received.safe
-
-
-@dataclass
-class Share:
-    """What a round of shared slots brought; nothing of it has been applied.
-
-    Attributes:
-        encoded: this worker's own message.
-        received: the messages of all.
-    """
-
-    encoded: Encoded
-    received: Received
-
-    def take_from(self, slots: Sequence[Tensor], *, scale: PerTensor = 1.0) -> None:
-        """Subtract from slots exactly what the others read in this worker's message, or a part of it."""
-        self.encoded.take_from(slots, scale=scale)
-
-    def each(self, tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> Iterator[Any]:
-        """Go through tensors and the mean side by side: see `Received.each`."""
-        return self.received.each(tensors, *others)
-
-    def squares(self) -> list[float]:
-        """The sum of squares of each tensor's mean: see `Received.squares`."""
-        return self.received.squares()
-
-    def tensors(self) -> list[Tensor]:
-        """The mean as tensors."""
-        return self.received.tensors()
+def pair_of(rank: int, partner: int | None) -> tuple[int, ...]:
+    """The ranks of a pair in order; a worker's own alone where it has no partner."""
+    return (rank,) if partner is None else (min(rank, partner), max(rank, partner))

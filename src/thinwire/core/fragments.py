@@ -1,106 +1,45 @@
-"""Streaming: the base of methods that send a model in fragments, each of which travels while the next steps are computed.
-
-A fragment is due every H steps, the fragments one after the other. What it sends at step t is applied after step t + tau:
-
-    tau = 0:    step t | send p, wait, apply p | step t+1
-    tau = 2:    step t | send p                | step t+1 | step t+2 | apply p        waits only for what is late
-
-What is under way is not part of a checkpoint, but what it was made of is: the slot "outgoing" holds what each parameter has
-sent last. After a resume the messages under way are sent once more, with the numbers that they had, so that training goes on
-bit for bit. Which they are follows from the schedule, the step and the counter "underway".
-"""
+"""Fragments: a model that is sent in parts, each of which is due every H steps, one after the other."""
 
 from __future__ import annotations
 
-import logging
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 
-from thinwire.core.exchange import PendingAverage, message_nbytes
 from thinwire.core.optimizer import Algorithm
 from thinwire.errors import ConfigError, check_choice, check_whole_number
 from thinwire.schedules import Staggered
 
-log = logging.getLogger("thinwire")
-
-Layout = Literal["balanced", "strided", "sequential"]
+FragmentLayout = Literal["balanced", "strided", "sequential"]
 
 
-@dataclass
-class Sent:
-    """A message under way.
-
-    Attributes:
-        fragments: what it brings.
-        step: after which it was sent.
-        which: numbers of the parameters in it: those of a group that was added since are not.
-        last: whether it is that of `finish()`, after which all workers shall be equal.
-        pending: what to wait for; None after a resume, until it has been sent again.
-    """
-
-    fragments: tuple[int, ...]
-    step: int
-    which: list[int] = field(default_factory=list)
-    last: bool = False
-    pending: PendingAverage | None = None
-
-
-class Streaming(Algorithm):
-    """Base of methods with a `send` of some parameters and an `update` that applies what `arrived`.
+class Fragments(Algorithm):
+    """Base of methods that send a model in fragments, one after the other.
 
     Args:
         arguments: further ones of `Algorithm` or `Wrapper`.
         H: steps between two rounds of one fragment.
         fragments: how many there are, or which parameters each one has.
         layout: how parameters are dealt to fragments where only their number is given.
-        tau: steps between sending and applying.
         base: further settings of `Algorithm` or `Wrapper`.
     """
 
     sends_fragments = True
 
     def __init__(
-        self,
-        *arguments: Any,
-        H: int,
-        fragments: int | Sequence[Sequence[Parameter]],
-        layout: Layout,
-        tau: int,
-        **base: Any,
+        self, *arguments: Any, H: int, fragments: int | Sequence[Sequence[Parameter]], layout: FragmentLayout, **base: Any
     ):
-        """Nothing is under way yet."""
-        check_choice("layout", layout, get_args(Layout))
-        check_whole_number("tau", tau, least=0)
+        """Deal the parameters."""
+        check_choice("layout", layout, get_args(FragmentLayout))
         self._by_hand = None if isinstance(fragments, int) else [list(some) for some in fragments]
         P = len(self._by_hand) if self._by_hand is not None else fragments
-        schedule = Staggered(H, P)  # type: ignore[arg-type]
-        if tau >= H:
-            raise ConfigError(
-                f"tau must be below H={H}, so that a fragment is applied before its next message is made, got {tau!r}"
-            )
-        self.layout: Layout = layout
-        self.tau = tau
-        self._underway: deque[Sent] = deque()
+        self.layout: FragmentLayout = layout
         self._dealt: list[int] = []
-        self.arrived = Sent((), 0)
-        super().__init__(*arguments, H=schedule, **base)
-        self._set_counter("underway", 0)
+        super().__init__(*arguments, H=Staggered(H, P), **base)  # type: ignore[arg-type]
         dealt = self.fragment_of()
         self.settings |= {"fragments": P, "layout": layout} if self._by_hand is None else {"fragments": dealt}
-
-    # --- What a method writes --------------------------------------------------------------------------------------------
-
-    def send(self, which: list[int], *, round: int, again: bool) -> PendingAverage:
-        """Put the parameters with these numbers on their way; `again` as the slot "outgoing" has them."""
-        raise NotImplementedError
-
-    # --- Which parameters a fragment has -------------------------------------------------------------------------------
 
     def fragment_of(self) -> list[int]:
         """The fragment of each of `params()`. Those of a group that is added later do not move the ones that were there."""
@@ -113,9 +52,13 @@ class Streaming(Algorithm):
         if self._dealt:  # not while the first groups come in, one by one
             self.fragment_of()  # refuses parameters that no fragment names
 
-    def which(self, fragments: Sequence[int]) -> list[int]:
+    def which(self, due: tuple[int, ...]) -> tuple[int, ...]:
         """Numbers of the parameters that these fragments have; none where there are fewer parameters than fragments."""
-        return [i for i, p in enumerate(self.fragment_of()) if p in fragments]
+        return tuple(i for i, p in enumerate(self.fragment_of()) if p in due)
+
+    def kinds_of_rounds(self) -> list[tuple[int, ...]]:
+        """Each fragment has its own."""
+        return [(p,) for p in range(self.schedule.fragments)]
 
     def _deal(self) -> list[int]:
         known, P, dealt = {id(p) for p in self._active}, self.schedule.fragments, []
@@ -134,106 +77,18 @@ class Streaming(Algorithm):
         if len(found) != len(named):
             raise ConfigError("a parameter is in two fragments")
         known = {id(x) for x in self._active}
-        strangers = [tuple(x.shape) for some in self._by_hand for x in some if id(x) not in known]
-        if strangers:
-            raise ConfigError(f"fragments name a parameter of shape {strangers[0]} that the optimizer does not train")
+        unknown = [tuple(x.shape) for some in self._by_hand for x in some if id(x) not in known]
+        if unknown:
+            raise ConfigError(f"fragments name a parameter of shape {unknown[0]} that the optimizer does not train")
         missing = [tuple(x.shape) for x in self._active if id(x) not in found]
         if missing:
             raise ConfigError(f"no fragment names the parameter of shape {missing[0]} ({len(missing)} missing in all)")
         return [found[id(x)] for x in self._active]
 
-    def fragment_nbytes(self) -> list[int]:
-        """Length in bytes of one worker's message of each fragment; 0 for one without parameters."""
-        parts = [self.which([p]) for p in range(self.schedule.fragments)]
-        return [self._nbytes([self.params()[i] for i in part]) if part else 0 for part in parts]
 
-    def _nbytes(self, tensors: list[Tensor]) -> int:
-        return message_nbytes(self.link, self.codec, tensors)
-
-    def message_nbytes(self) -> int:
-        """Length in bytes of one worker's messages of H steps: those of all fragments."""
-        return sum(self.fragment_nbytes())
-
-    # --- The two halves of a round ---------------------------------------------------------------------------------------
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step: local work, sending what is due, and applying what was sent tau steps ago."""
-        loss = super().step(closure)
-        with torch.no_grad():
-            while self._underway and self._underway[0].step <= self.steps - self.tau:
-                self._arrive()
-        return loss
-
-    def finish(self) -> None:
-        """Apply what is under way, then exchange all fragments once: no worker's last steps are lost, and all end equal."""
-        with torch.no_grad():
-            while self._underway:
-                self._arrive()
-            if self.pending_steps > 0:
-                self._post(tuple(range(self.schedule.fragments)), last=True)
-                self._arrive()
-            self.average_buffers()
-
-    def _round(self) -> None:
-        """What the schedule calls a round is sent here; the round itself is when it arrives."""
-        self._post(self.due)
-
-    def _post(self, fragments: tuple[int, ...], *, last: bool = False) -> None:
-        self._send_again()
-        if which := self.which(fragments):
-            number = self.rounds + len(self._underway) + 1
-            pending = self.send(which, round=number, again=False)
-            self._underway.append(Sent(fragments, self.steps, which, last, pending))
-            self._set_counter("underway", len(self._underway))
-            self._withdrawn = False
-
-    def _arrive(self) -> None:
-        """The round of the message that was sent first."""
-        self._send_again()
-        self.arrived = self._underway.popleft()
-        self._set_counter("underway", len(self._underway))
-        self.due, withdrawn = self.arrived.fragments, self._withdrawn
-        try:
-            super()._round()
-        finally:
-            self._withdrawn = withdrawn  # a bad gradient since then is the affair of the next message
-
-    def whole_round(self) -> bool:
-        """Whether all workers are equal after this round."""
-        return super().whole_round() and self.arrived.last
-
-    def shared_state(self) -> dict[str, list[Tensor]]:
-        """Everything that is bit-equal on all workers: after a whole round the parameters too."""
-        return super().shared_state() | ({"param": self.params()} if self.pending_steps == 0 else {})
-
-    # --- Resuming ----------------------------------------------------------------------------------------------------------
-
-    def _send_again(self) -> None:
-        """Send what was under way when the checkpoint was written."""
-        for place, sent in enumerate(self._underway):
-            if sent.pending is None:
-                sent.pending = self.send(sent.which, round=self.rounds + place + 1, again=True)
-
-    def begin_anew(self) -> None:
-        """What was under way was made of state that is no more."""
-        self._underway.clear()
-        self._set_counter("underway", 0)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As in any algorithm; what was under way is sent again at the next step."""
-        super().load_state_dict(state_dict)
-        self._underway.clear()
-        count = self.param_groups[0]["underway"]
-        window = range(max(0, self.steps - self.tau) + 1, self.steps + 1)
-        sent = [Sent(due, step, which) for step in window if (which := self.which(due := self.schedule.due(step)))]
-        if count > len(sent):  # local values still hold what was sent: the next round carries it along
-            log.warning("%d messages were under way with another tau or other fragments: their rounds are left out", count)
-            count = 0
-        self._underway.extend(sent[len(sent) - count :])
-        self._set_counter("underway", count)
-
-
-def deal(sizes: Sequence[int], P: int, layout: Layout, *, loads: Sequence[int] | None = None, first: int = 0) -> list[int]:
+def deal(
+    sizes: Sequence[int], P: int, layout: FragmentLayout, *, loads: Sequence[int] | None = None, first: int = 0
+) -> list[int]:
     """The fragment of each tensor.
 
     Args:

@@ -1,10 +1,8 @@
-"""What all workers must agree on: the gates before the first round and between rounds, and a common start.
+"""Gates: what is checked before a step, and what all workers must agree on before the first round.
 
 * `handshake`: before the first round the workers compare what they were started with and refuse a difference by its name;
-* `tell_all`: worker 0 tells the others something, such as figures;
-* `broadcast`: all workers begin with worker 0's weights;
-* `compare_replicas`: every few rounds a hash of what must be bit-equal is compared;
-* `drift`: how far replicas have gone apart, 0 where they are bit-equal.
+* `check_param_groups` and `check_settings`: before every step;
+* `tell_all`: worker 0 tells the others something, such as figures.
 """
 
 from __future__ import annotations
@@ -15,18 +13,23 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from thinwire.codecs.dense import Dense
 from thinwire.codecs.wire import VERSION
-from thinwire.core.exchange import AnyShard, alone, average
-from thinwire.errors import Diverged, FingerprintMismatch, WireError
+from thinwire.core.exchange import AnyShard, alone
+from thinwire.core.hashing import show_hash
+from thinwire.core.slots import COUNTERS, SlotOptimizer
+from thinwire.errors import ConfigError, FingerprintMismatch, WireError
 from thinwire.links.base import Link
 from thinwire.payload import LONGEST, Payload, describe
-from thinwire.sharding.shards import Shards, local
+from thinwire.sharding.shards import local
+
+if TYPE_CHECKING:
+    from thinwire.core.optimizer import Algorithm
 
 log = logging.getLogger("thinwire")
 
@@ -207,131 +210,93 @@ def tell_all(link: Link, said: dict[str, V], kind: type[V]) -> dict[str, V]:
     return told
 
 
-# --- Starting alike ------------------------------------------------------------------------------------------------------
+def handshake_once(optimizer: Algorithm) -> None:
+    """Compare fingerprints once, at the first step: a wrong setting is found before H steps are spent on it."""
+    if not optimizer.handshake_done:
+        buffers = optimizer.buffer_average.starting if optimizer.steps == 0 else 0
+        handshake(optimizer.link, optimizer.fingerprint(), any_shard=optimizer.shards.any, buffers=buffers)
+        optimizer.handshake_done = True
 
 
-def broadcast(link: Link, model: nn.Module) -> None:
-    """Overwrite the parameters and buffers of `model` on all workers with worker 0's, bit for bit.
-
-    For workers that cannot be seeded alike, or of which only one has loaded the weights. Call it on all workers before the
-    optimizer is made. On a sharded model every process receives its own shard.
-
-    Args:
-        link: the wire.
-        model: the same architecture on all workers, which is checked first.
-    """
-    tensors = [local(t.detach()) for t in [*model.parameters(), *model.buffers()]]
-    handshake(link, {"tensor": [describe(t) for t in tensors]})
-    for batch in _batches(tensors):
-        raw = [t.contiguous().flatten().view(torch.uint8) for t in batch]
-        told = link.broadcast(Payload(torch.cat(raw), purpose="broadcast")).data
-        for t, part in zip(batch, told.split([r.numel() for r in raw]), strict=True):
-            t.copy_(part.clone().view(t.dtype).view(t.shape))  # a copy, because its place in the message may be odd
-
-
-def _batches(tensors: Sequence[Tensor], limit: int = 1 << 26) -> Iterator[list[Tensor]]:
-    """The tensors in runs of about `limit` bytes: few messages, and no second copy of a large model."""
-    batch: list[Tensor] = []
-    for t in tensors:
-        batch.append(t)
-        if sum(b.numel() * b.element_size() for b in batch) >= limit:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
-# --- The divergence alarm ----------------------------------------------------------------------------------------------
-
-
-def compare_replicas(link: Link, hashes: Mapping[str, int], *, round: int, any_shard: AnyShard = alone) -> None:
-    """Check that what must be bit-equal on all workers is.
-
-    Args:
-        link: the wire.
-        hashes: `hash_tensors` of each named part of the state.
-        round: for the message.
-        any_shard: see `Options`.
-
-    Raises:
-        Diverged: on every worker, naming the part and the ranks that differ from rank 0.
-    """
-    mine = torch.tensor(list(hashes.values()), dtype=torch.int64)
-    gathered = link.all_gather(Payload(mine.view(torch.uint8), purpose="alarm"))
-    rows = torch.stack([p.data.cpu().view(torch.int64) for p in gathered])  # [workers, parts]
-    differs = rows != rows[0]
-    if not any_shard(bool(differs.any())):
-        return
-    parts = [
-        f"{name} on rank {', '.join(str(r) for r in differs[:, i].nonzero().flatten().tolist())}"
-        for i, name in enumerate(hashes)
-        if bool(differs[:, i].any())
+def describe_parameters(optimizer: SlotOptimizer) -> dict[str, object]:
+    """The parameter groups and tensors, for a fingerprint."""
+    skipped = ("params", "in_flight", *COUNTERS)
+    groups = [
+        {k: plain(v) for k, v in g.items() if k not in skipped and not k.startswith("_")} | {"tensors": len(g["params"])}
+        for g in optimizer.param_groups
     ]
-    raise Diverged(f"round {round}: replicas are no longer bit-equal: {'; '.join(parts) or 'on another shard'} vs rank 0")
+    return {"group": groups, "tensor": [describe(x) for x in optimizer.params()]}
 
 
-def drift(link: Link, tensors: Sequence[Tensor], *, shards: Shards | None = None) -> float:
-    """How far the workers' copies are apart: the root mean square distance from their mean, relative to the mean's norm.
+def hashes_of_replicated(optimizer: SlotOptimizer) -> dict[str, object]:
+    """What must be bit-equal now: replicated state, before the first step the parameters of any method, frozen parameters."""
+    alike = optimizer.replicated_state() or ({"param": optimizer.params()} if optimizer.steps == 0 else {})
+    hashes: dict[str, object] = {f"{STARTING}{name!r}": show_hash(values) for name, values in alike.items()}
+    return hashes | {FROZEN: show_hash([local(p.detach()) for p in optimizer._frozen])}
 
-    Exactly 0 where all are bit-equal, which takes one hash of 8 bytes to find; else a dense average is made of them.
 
-    Args:
-        link: the wire.
-        tensors: this worker's copy, or its shards of it.
-        shards: the processes that share the copy.
+def plain(value: object) -> object:
+    """A setting as something that JSON can hold and people can read."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else list(value.shape)
+    if isinstance(value, dict | list | tuple | str | int | float | bool | type(None)):
+        return value
+    return repr(value)
+
+
+# --- Before every step -------------------------------------------------------------------------------------------------
+
+
+def check_param_groups(optimizer: SlotOptimizer) -> None:
+    """Refuse parameters that were added or unfrozen behind the optimizer's back: they would be trained, but never exchanged."""
+    name = type(optimizer).__name__
+    known = len(optimizer._active) + len(optimizer._frozen)
+    there = sum(len(group["params"]) for group in optimizer.param_groups)
+    if there != known:
+        raise ConfigError(
+            f"{there - known} parameters were added to the inner optimizer after {name} was made: "
+            f"call add_param_group of {name} instead"
+        )
+    for p in optimizer._frozen:
+        if p.grad is not None:
+            raise ConfigError(
+                f"a parameter of shape {tuple(p.shape)} has a gradient but was frozen when {name} was made: "
+                "unfreeze it first, then make the optimizer"
+            )
+
+
+# Settings whose names begin like this must be finite.
+_FINITE = ("lr", "weight_decay", "momentum", "dampening", "beta", "omega", "alpha", "eps")
+
+
+def check_settings(optimizer: SlotOptimizer) -> None:
+    """Refuse a setting that is not a number, before anything changes: one step with an lr of NaN would leave NaN for good.
+
+    A NaN is refused in any setting of a group, an infinity in those that multiply or divide. Others may be infinite:
+    optimizers that choose their own step size have limits that are, by default. Tensors on a GPU are not looked at, which
+    would make every step wait for it: what they spoil is found by the finite gate of the next round.
     """
-    shards = shards or Shards([])
-    mine = torch.tensor([hash_tensors(tensors)])
-    hashes = link.all_gather(Payload(mine.view(torch.uint8), purpose="drift"))
-    if not shards.any(len({h.to_bytes() for h in hashes}) > 1):
-        return 0.0
-    mean, _ = average(link, Dense(), tensors, any_shard=shards.any, purpose="drift")
-    pairs = list(zip(tensors, mean, strict=True))
-    apart, norm = shards.totals(
-        [
-            sum(float((t.detach().float() - m).square().sum(dtype=torch.float64)) for t, m in pairs),
-            sum(float(m.square().sum(dtype=torch.float64)) for m in mean),
-        ]
-    )
-    told = link.all_gather(say_number(apart, "drift"))
-    squares = [read_number(p, rank) for rank, p in enumerate(told)]
-    return math.sqrt(sum(squares) / len(squares) / norm) if norm else 0.0
+    for number, group in enumerate(optimizer.param_groups):
+        for name, values in group.items():
+            if name == "params":
+                continue
+            for value in values if isinstance(values, tuple | list) else (values,):
+                if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
+                    value = value.item()
+                if not isinstance(value, float | np.floating) or math.isfinite(value):
+                    continue
+                if math.isnan(value) or name.startswith(_FINITE):
+                    raise ConfigError(
+                        f"{name} must be finite, got {values!r} in parameter group {number}: step {optimizer.steps + 1} is "
+                        "refused and nothing has changed; look at what sets it, such as a scheduler"
+                    )
 
 
-def running_statistics(model: nn.Module) -> list[Tensor]:
-    """The running means and variances of a model's BatchNorm layers: what `buffers=` of an algorithm is for."""
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-    return [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]
-
-
-def _weights(start: int, count: int, device: torch.device) -> Tensor:
-    """Odd 64-bit numbers that look random, one per place (the mixing of splitmix64)."""
-    z = torch.arange(start + 1, start + 1 + count, device=device).mul_(-7046029254386353131)
-    z.bitwise_xor_(z >> 30).mul_(-4658895280553007687)
-    z.bitwise_xor_(z >> 27).mul_(-7723592293110705685)
-    return z.bitwise_xor_(z >> 31).bitwise_or_(1)
-
-
-def hash_tensors(tensors: Sequence[Tensor]) -> int:
-    """A 64-bit hash of the bits of all tensors; the same on CPU and GPU, whatever the number of threads.
-
-    A sum of words times odd weights that are mixed from the place, modulo 2**64: integer addition has no order, and weights
-    that were linear in the place would let balanced changes cancel.
-    """
-    total, place = 0, 0
-    for t in tensors:
-        raw = t.detach().contiguous().flatten().view(torch.uint8)
-        words = torch.nn.functional.pad(raw, (0, -raw.numel() % 4)).view(torch.int32)
-        for chunk in words.split(1 << 20):  # bounded workspace
-            total += int(chunk.to(torch.int64).mul_(_weights(place, chunk.numel(), chunk.device)).sum())
-            place += chunk.numel()
-        place += 1
-    return (total + 2**63) % 2**64 - 2**63
-
-
-def show_hash(tensors: Sequence[Tensor]) -> str:
-    """`hash_tensors` for people; only the kinds of tensors whose bits torch does not show, such as quantized ones."""
-    try:
-        return f"{hash_tensors(tensors) % 2**64:016x}"
-    except (RuntimeError, TypeError):
-        return ", ".join(describe(t) for t in tensors)
+def unscale_gradients(optimizer: SlotOptimizer) -> None:
+    """Undo the scale that a GradScaler sets around `step()`."""
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is not None:
+        inverse = scale.reciprocal()
+        for p in optimizer._active:
+            if p.grad is not None:
+                local(p.grad).mul_(inverse)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.gates import read_number, say_number
+from thinwire.errors import ConfigError
 from thinwire.links.base import Link
 from thinwire.sharding.shards import Shards
 
@@ -48,6 +49,15 @@ class Pace:
     def work(self) -> int:
         """Steps since the last committed round: what this worker's contribution weighs."""
         return int(self.state[2])
+
+    def in_step(self, step: int) -> bool:
+        """Whether all workers have taken the same number of steps when the counter is here; they meet at rounds."""
+        return step % self.H == 0
+
+    def check_total(self, steps: int) -> None:
+        """Raise a `ConfigError` for a number of steps at which the workers cannot stop together."""
+        if not self.in_step(steps):
+            raise ConfigError(f"with pace=speed workers meet every H={self.H} steps only: steps={steps} is no multiple")
 
     def next_step(self, step: int) -> int:
         """The counter after one more step of this worker."""

@@ -1,13 +1,8 @@
 """States with periods: named groups of tensors that all workers average, each at its own beat.
 
 Parameters, momenta, second moments, low-rank moments and fragments of a model are all the same to it. All states that are due
-travel in ONE message and change together below the commit line; a round that is refused changes none of them. A method on top
-of `StateAveraging` sets `self.states` and writes
-
-    due = self.due_states()
-    mean, sent = self.average(due.outgoing(), codec=due.codec, want_sent=due.lossy, weight=due.weight)
-    self.commit()
-    due.take(mean, sent)
+travel in ONE message and change together; a round that is refused changes none of them. A method on top of `StateAveraging`
+sets `self.states`; `send` and `apply` are given.
 
 How a state is averaged follows from what it has:
 
@@ -29,9 +24,10 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, Dense, Parts
 from thinwire.codecs.base import check_codec
-from thinwire.core.exchange import message_nbytes
+from thinwire.core.exchange import Arrived, Outgoing
 from thinwire.core.optimizer import Algorithm
 from thinwire.errors import ConfigError, NonFiniteRound, RoundAborted
+from thinwire.payload import zero_invalid_
 from thinwire.schedules import Schedule, as_schedule
 
 Tensors = Callable[[], list[Tensor]]  # asked anew in every round: loading a checkpoint may have put others in their place
@@ -75,13 +71,13 @@ class State:
             torch._foreach_add_(D, self.residual())
         return D
 
-    def take(self, given: list[Tensor], mean: list[Tensor], sent: list[Tensor], *, healed: bool = False) -> None:
-        """Take the average, and where a bad worker is `healed` nothing but it; only below a commit line."""
+    def take(self, given: list[Tensor], mean: list[Tensor], sent: list[Tensor], *, resynced: bool = False) -> None:
+        """Take the average, and nothing but it where this worker is `resynced`."""
         mine = self.tensors()
         if self.feedback:
             if self.anchor is not None:
                 torch._foreach_add_(self.anchor(), mean)
-            if healed:
+            if resynced:
                 torch._foreach_copy_(mine, mean if self.anchor is None else self.anchor())
             else:
                 torch._foreach_sub_(mine, sent)
@@ -100,63 +96,38 @@ class State:
             self.outer(anchor, mean)
         torch._foreach_copy_(mine, anchor)
 
+    def skip(self, mean: list[Tensor]) -> None:
+        """What a worker does whose own message was not counted: it follows the others and keeps its own progress.
 
-class Due:
-    """The states of one round.
-
-    Attributes:
-        states: in the order in which they travel.
-        weight: how much this worker counts, where workers count differently.
-    """
-
-    def __init__(self, states: Sequence[State], *, weight: float | None = None):
-        """Nothing is sent yet."""
-        self.states, self.weight = list(states), weight
-        self._given: list[list[Tensor]] = []
-
-    @property
-    def lossy(self) -> bool:
-        """Whether any of them asks what was sent."""
-        return any(s.lossy for s in self.states)
-
-    @property
-    def codec(self) -> Codec:
-        """The codec of the message: that of the states, or one of parts where they have several."""
-        if len({s.codec for s in self.states}) == 1:
-            codec = self.states[0].codec
-            # Weights are not added up on a narrow wire, where they would be rounded.
-            return replace(codec, gather=True) if self.weight is not None and isinstance(codec, Dense) else codec
-        return Parts(tuple((len(s.tensors()), s.codec) for s in self.states))
-
-    def outgoing(self) -> list[Tensor]:
-        """What is to be averaged of all of them, one after the other; zeros of a worker that has no say."""
-        self._given = [s.outgoing() for s in self.states]
-        everything = [t for given in self._given for t in given]
-        return [torch.zeros_like(t) for t in everything] if self.weight == 0 else everything
-
-    def take(self, mean: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        """Give every state its average; only below a commit line."""
-        start = 0
-        for state, given in zip(self.states, self._given, strict=True):
-            here = slice(start, start + len(given))
-            state.take(given, list(mean[here]), list(sent[here]), healed=self.weight == 0)
-            start += len(given)
+        With an anchor s_i <- a' + (s_i - a); without one it takes the average, since nothing tells its progress apart.
+        """
+        mine = self.tensors()
+        if self.anchor is None:
+            torch._foreach_copy_(mine, mean)
+            return
+        anchor = self.anchor()
+        progress = torch._foreach_sub(mine, anchor)
+        if self.outer is None:
+            torch._foreach_add_(anchor, mean)
+        else:
+            self.outer(anchor, mean)
+        torch._foreach_copy_(mine, torch._foreach_add(progress, anchor))
 
 
 class StateAveraging(Algorithm):
     """Base of the methods whose rounds average states with periods; they set `states` when they are made.
 
-    A worker whose numbers have gone bad, and that has no anchor to go back to, is healed by the next round: all know its name,
-    all states are averaged then whether they are due or not, it has no say, and takes the average of the others.
+    A worker whose state is invalid, and that has no anchor to go back to, is resynced by the next round: all know its id, all
+    states are averaged then whether they are due or not, it has no say, and takes the average of the others.
     """
 
     sends_fragments = True
     states: tuple[State, ...] = ()
 
     @property
-    def sick(self) -> list[int]:
-        """Ranks of the workers whose numbers went bad and that the next round heals; known to all, kept in checkpoints."""
-        return self.param_groups[0].get("sick", [])
+    def resync(self) -> list[int]:
+        """Ids of the workers whose state is invalid and that the next round resyncs; known to all, kept in checkpoints."""
+        return self.param_groups[0].get("resync", [])
 
     @property
     def evaluated(self) -> str:
@@ -165,36 +136,48 @@ class StateAveraging(Algorithm):
             return super().evaluated
         return "worker 0's own, which is everybody's right after an average of the parameters"
 
-    def due_states(self) -> Due:
-        """The states of this round."""
+    def due_states(self) -> list[State]:
+        """The states of the round at hand."""
+        return [self.states[i] for i in self.due]
+
+    def send(self) -> Outgoing:
+        """All states that are due, one after the other; all of them where a worker is resynced, which sends zeros."""
         weight = None
-        if self.sick:
-            self.due = tuple(range(len(self.states)))  # a bad worker needs all of them
-            weight = float(self.link.rank not in self.sick)
-        return Due([self.states[i] for i in self.due], weight=weight)
+        if self.resync:
+            self.due = tuple(range(len(self.states)))
+            weight = float(self.peers.id not in self.resync)
+        states = self.due_states()
+        given = [t for state in states for t in state.outgoing()]
+        if weight == 0:
+            given = [torch.zeros_like(t) for t in given]
+        lossy = any(state.lossy for state in states)
+        return self.outgoing(given, codec=_codec_of(states, weighted=weight is not None), want_sent=lossy, weight=weight)
 
-    def commit(self) -> None:
-        """The commit line: below it, and only below it, shared state may change."""
-        super().commit()
-        self._set_counter("sick", [])
+    def apply(self, arrived: Arrived) -> None:
+        """Give every state its average."""
+        start, given, mean, sent = 0, arrived.outgoing.tensors, arrived.mean, arrived.sent
+        for state in self.due_states():
+            here = slice(start, start := start + len(state.tensors()))
+            if arrived.included:
+                state.take(given[here], mean[here], sent[here], resynced=arrived.outgoing.weight == 0)
+            else:
+                state.skip(mean[here])
 
-    def begin_anew(self) -> None:
-        """Among other workers nobody is known to be bad."""
-        super().begin_anew()
-        self._set_counter("sick", [])
+    def committed(self) -> None:
+        """This round resyncs whoever needs it."""
+        self.set_counter("resync", [])
 
-    def refuse(self, refusal: RoundAborted, *, step: int | None = None) -> None:
-        """Go on without a round that did not take place, or raise, as the policies say."""
-        super().refuse(refusal, step=step)
+    def refused(self, refusal: RoundAborted) -> None:
+        """Name those whose state is invalid, so that the next round resyncs them."""
         if isinstance(refusal, NonFiniteRound) and "anchor" not in self._slots:
-            self._set_counter("sick", sorted({*self.sick, *refusal.culprits}))
-            if len(self.sick) == self.link.size:
-                raise self.training_diverged(f"no worker is left to heal the others ({refusal})", since=self.steps)
-            if self.link.rank in refusal.culprits:
-                for t in self.message():
-                    t.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            self.set_counter("resync", sorted({*self.resync, *refusal.culprits}))
+            if len(self.resync) == self.peers.size:
+                what = f"no worker is left whose state is valid ({refusal})"
+                raise self.engine.refusals.training_diverged(what, since=self.steps)
+            if self.peers.id in refusal.culprits:
+                zero_invalid_(t for state in self.states for t in state.tensors())
 
-    def newcomer_takes(self, key: str) -> bool:
+    def joiner_copies(self, key: str) -> bool:
         """All that is averaged, and what belongs to it in the inner optimizer; parameters where no anchor holds them."""
         if key == "param":
             return "anchor" not in self._slots
@@ -202,20 +185,21 @@ class StateAveraging(Algorithm):
 
     def whole_round(self) -> bool:
         """Whether the parameters, or the last part of them, are among what is due."""
-        return any(self.states[i].name == "param" for i in self.due)
-
-    def message(self) -> list[Tensor]:
-        """Tensors shaped like those that a round of all states averages."""
-        return [t for state in self.states for t in state.tensors()]
-
-    def message_nbytes(self) -> int:
-        """Length in bytes of one worker's message of a round in which all states are due."""
-        return message_nbytes(self.link, Due(self.states).codec, self.message())
+        return any(state.name == "param" for state in self.due_states())
 
     def shared_state(self) -> dict[str, list[Tensor]]:
         """Everything that is bit-equal on all workers right after a round: what was just averaged, and what always is."""
-        averaged = {f"averaged {s.name}": s.tensors() for s in (self.states[i] for i in self.due) if not s.feedback}
+        averaged = {f"averaged {s.name}": s.tensors() for s in self.due_states() if not s.feedback}
         return super().shared_state() | averaged
+
+
+def _codec_of(states: Sequence[State], *, weighted: bool) -> Codec:
+    """The codec of a message: that of the states, or one of parts where they have several."""
+    if len({s.codec for s in states}) == 1:
+        codec = states[0].codec
+        # Weights are not added up on a narrow wire, where they would be rounded.
+        return replace(codec, gather=True) if weighted and isinstance(codec, Dense) else codec
+    return Parts(tuple((len(s.tensors()), s.codec) for s in states))
 
 
 def is_second_moment(key: str) -> bool:

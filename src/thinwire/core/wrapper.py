@@ -12,13 +12,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.codecs import Codec
-from thinwire.core.exchange import message_nbytes
-from thinwire.core.optimizer import Algorithm, Policy, Start, overwrite
+from thinwire.core.exchange import Arrived, Outgoing
+from thinwire.core.optimizer import Algorithm, PolicyOptions, Start
 from thinwire.core.pace import Pace
-from thinwire.errors import ConfigError, check_choice
+from thinwire.core.shared_model import overwrite
+from thinwire.errors import ConfigError, check_choice, check_whole_number
 from thinwire.links.base import Link
 from thinwire.maths.update_rules import check_eps
-from thinwire.schedules import Every, Schedule, as_schedule
+from thinwire.payload import zero_invalid_
+from thinwire.schedules import Every, Schedule, Staggered, as_schedule
 from thinwire.sharding.shards import local
 
 log = logging.getLogger("thinwire")
@@ -35,11 +37,12 @@ class Wrapper(Algorithm):
         inner: the optimizer that takes the local steps.
         link: this worker's end of the wire.
         H: exchange every H steps, or a `Schedule`.
+        tau: steps between sending and applying a round, below H; then the slot "outgoing" keeps what was sent last.
         codec: what is sent.
         slots: see `Algorithm`.
         settings: see `Algorithm`.
         pace: "equal" steps on all workers, or as many as each one's measured "speed" allows; see `thinwire.core.pace`.
-        policy: see `Policy`.
+        options: see `Policy`.
     """
 
     usual_inner: ClassVar[str] = "adamw"  # of runs that name no inner optimizer
@@ -50,11 +53,12 @@ class Wrapper(Algorithm):
         link: Link,
         *,
         H: int | Schedule = 1,
+        tau: int = 0,
         codec: Codec | None = None,
         slots: Mapping[str, Start] | None = None,
         settings: Mapping[str, object] | None = None,
         pace: Literal["equal", "speed"] = "equal",
-        **policy: Unpack[Policy],
+        **options: Unpack[PolicyOptions],
     ):
         """Take over the inner optimizer's parameter groups."""
         check_choice("pace", pace, ("equal", "speed"))
@@ -62,6 +66,10 @@ class Wrapper(Algorithm):
             raise ConfigError(f"pace='speed' needs a plain number of steps per round, got H={H!r}")
         if pace == "speed" and codec is not None and codec.linear and codec.nbytes([torch.empty(1)]) < 4:
             raise ConfigError(f"pace='speed' weighs contributions on the wire, where {codec!r} would round weights: use fp32")
+        check_whole_number("tau", tau, least=0)
+        if tau:
+            slots = {**(slots or {}), "outgoing": "zeros"}
+            self._check_tau(tau, as_schedule(H), pace)
         if not isinstance(inner, Optimizer):
             raise ConfigError(f"the inner optimizer must be a torch.optim.Optimizer, got {type(inner).__name__}")
         if isinstance(inner, torch.optim.LBFGS):
@@ -71,11 +79,10 @@ class Wrapper(Algorithm):
         self._wrapping = True
         settings = {"inner": type(inner).__name__, **(settings or {})}
         self.inner = inner
-        super().__init__(inner.param_groups, link, H=H, codec=codec, slots=slots, settings=settings, **policy)
+        super().__init__(inner.param_groups, link, H=H, tau=tau, codec=codec, slots=slots, settings=settings, **options)
         self.defaults = {**inner.defaults, **self.defaults}
         self.param_groups = inner.param_groups  # one list, so that whoever sets an lr sets it for both
         self._wrapping = False
-        self.pace: Pace | None = None
         if pace == "speed":
             assert isinstance(self.schedule, Every)
             self.pace = Pace(link, self.schedule.H)
@@ -86,47 +93,48 @@ class Wrapper(Algorithm):
         # Next to nothing rather than nothing: after a restore all workers may have no work to show.
         return None if self.pace is None else max(1e-6, float(self.pace.work))
 
-    def message_nbytes(self) -> int:
-        """Length in bytes of one worker's message of one full round: the formula of the method's docs, as code."""
-        return message_nbytes(self.link, self.codec, self.message(), weighted=self.pace is not None)
-
-    def _common_steps(self) -> int:
-        return self.steps if self.pace is None else self.steps - self.pending_steps
-
-    @property
-    def in_step(self) -> bool:
-        """Whether all workers have taken the same number of steps now; of different pace, they meet at rounds."""
-        return self.pace is None or self.steps % self.pace.H == 0
-
-    def check_total(self, steps: int) -> None:
-        """Workers of different pace meet at rounds only."""
-        if self.pace is not None and steps % self.pace.H:
-            raise ConfigError(f"with pace=speed workers meet every H={self.pace.H} steps only: steps={steps} is no multiple")
-
-    def restart_clock(self) -> None:
-        """The next step begins now."""
-        if self.pace is not None:
-            self.pace.restart_clock()
-
-    def _next_step(self) -> int:
-        return super()._next_step() if self.pace is None else self.pace.next_step(self.steps)
+    @staticmethod
+    def _check_tau(tau: int, schedule: Schedule, pace: str) -> None:
+        if not isinstance(schedule, Every | Staggered):
+            raise ConfigError(f"tau={tau} needs a plain number of steps per round, got H={schedule!r}")
+        if pace == "speed":
+            raise ConfigError(f"pace='speed' needs tau=0, since workers meet at rounds only, got tau={tau}")
+        if tau >= schedule.H:
+            raise ConfigError(
+                f"tau must be below H={schedule.H}, so that a round is applied before the next message is made, got {tau!r}"
+            )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step: local work, and a round of exchange when one is due."""
         loss = super().step(closure)
-        self.restart_clock()
+        if self.pace is not None:
+            self.pace.restart_clock()
         return loss
 
-    def commit(self) -> None:
-        """The commit line: below it, and only below it, shared state may change."""
-        super().commit()
-        if self.pace is not None:
-            self.pace.committed()
+    def remember(self, outgoing: Outgoing) -> None:
+        """Keep what is sent in the slot "outgoing", as `send_again` reads it."""
+        sent = outgoing.tensors if outgoing.source is None else outgoing.source
+        overwrite(self.part("outgoing", self.which(self.due)), sent)
 
-    def _round(self) -> None:
-        super()._round()
-        if self.pace is not None:  # `finish()` may end a round in the middle of its steps: quotas change between whole ones
-            self.pace.agree(self.shards, settle=self.in_step)
+    def follow(self, arrived: Arrived, *, before: Sequence[Tensor]) -> None:
+        """Give the parameters the values of the anchor: x_i <- a'.
+
+        Where this worker's own message was not counted it keeps its progress: x_i <- a' + (x_i - a).
+
+        Args:
+            arrived: the round.
+            before: copies of the anchor before the round, needed only where this worker was not counted.
+        """
+        x, a = self.part("param", arrived.which), self.part("anchor", arrived.which)
+        if arrived.included:
+            overwrite(x, a)
+            return
+        for x_, a_, b in zip(x, a, before, strict=True):
+            x_.copy_(a_ + (x_ - b))
+
+    def anchor_before(self, arrived: Arrived) -> list[Tensor]:
+        """What `follow` needs of the anchor, taken before it changes."""
+        return [] if arrived.included else [a.clone() for a in self.part("anchor", arrived.which)]
 
     def local_step(self) -> None:
         """One step of the inner optimizer; skipped when this worker's gradient is not finite."""
@@ -136,26 +144,27 @@ class Wrapper(Algorithm):
             if self.pace is not None:
                 self.pace.worked()
             return
-        log.warning("rank %d, step %d: NaN or Inf in the gradient, local step skipped", self.link.rank, self.steps)
+        log.warning("rank %d, step %d: NaN or Inf in the gradient, local step skipped", self.peers.id, self.steps)
         if self.pace is not None:
             self.pace.skipped()
         # To raise here would leave the others waiting for this worker: all raise together in the next round.
-        self._withdrawn = self.on_nonfinite == "raise"
+        self.engine.invalid_next = self.policy.on_nonfinite == "raise"
 
     def prepare_gradients(self) -> None:
         """What a method does to finite gradients before the inner optimizer sees them; nothing for most."""
 
     def restore(self) -> None:
-        """Back to the last agreed parameters, with whatever is not finite in the inner optimizer's state set to zero."""
+        """Back to the last agreed parameters; whatever is invalid in this worker's own state becomes zero."""
+        super().restore()
         if "anchor" in self._slots:
             if self.pace is not None:
                 self.pace.committed()  # the steps since then are undone
             overwrite(self.params(), self.slot("anchor"))
             for tensors in self.inner_state().values():
-                for t in tensors:
-                    t.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+                zero_invalid_(tensors)
 
-    def _agreed(self) -> list[Tensor] | None:
+    def agreed(self) -> list[Tensor] | None:
+        """The anchor, where there is one."""
         return self.slot("anchor") if "anchor" in self._slots else None
 
     def inner_state(self) -> dict[str, list[Tensor]]:
@@ -250,7 +259,8 @@ class Wrapper(Algorithm):
         self.inner.load_state_dict({"state": inner, "param_groups": groups})
         self.param_groups = self.inner.param_groups  # loading has replaced the list
         self._load_slots(state)
-        self._greeted = False  # all workers must have loaded the same step
+        self.handshake_done = False  # all workers must have loaded the same step
+        self.engine.reload()
 
 
 def inner_keys(inner: Optimizer) -> list[str]:

@@ -1,6 +1,6 @@
 """How a message travels: the links, and decorators that watch or disturb any of them."""
 
-from thinwire.links.base import Done, Link, LinkDecorator, Ticket
+from thinwire.links.base import Done, Link, LinkDecorator, Peers, Ticket
 from thinwire.links.flaky import Flaky
 from thinwire.links.metered import Exchange, Meter, Metered, Totals
 from thinwire.links.sim import SimLink
@@ -17,6 +17,7 @@ __all__ = [
     "LinkDecorator",
     "Meter",
     "Metered",
+    "Peers",
     "SimLink",
     "SoloLink",
     "Straggler",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from thinwire.errors import LinkError, WireError
 from thinwire.network import Op, Traffic, ring_traffic
@@ -45,6 +46,33 @@ class Done(Ticket):
         return self._result or []
 
 
+@dataclass(frozen=True)
+class Peers:
+    """Who takes part in a round: a snapshot, which a round takes once and keeps.
+
+    On a link whose workers never change, an id is a rank, and all workers are members and expected.
+
+    Attributes:
+        id: this worker.
+        members: ids of the workers that may take part, in order.
+        expected: ids of those whose messages are expected in this round, in order.
+    """
+
+    id: int
+    members: tuple[int, ...]
+    expected: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        """This worker's place among those that are expected."""
+        return self.expected.index(self.id)
+
+    @property
+    def size(self) -> int:
+        """How many workers are expected."""
+        return len(self.expected)
+
+
 class Link(ABC):
     """One worker's end of the wire. All workers post the same exchanges in the same order."""
 
@@ -58,6 +86,11 @@ class Link(ABC):
     def size(self) -> int:
         """How many workers there are; may change between rounds on an elastic link."""
 
+    def peers(self) -> Peers:
+        """Who takes part in the next round. Whatever belongs to a round uses this snapshot, never the link again."""
+        ids = tuple(range(self.size))
+        return Peers(self.rank, ids, ids)
+
     @abstractmethod
     def post(self, payload: Payload, op: Op) -> Ticket:
         """Start an exchange and return at once; the wait may come steps later.
@@ -67,8 +100,9 @@ class Link(ABC):
 
         Args:
             payload: this worker's message.
-            op: "gather" for everyone's messages in rank order, "mean" for their element-wise mean, "broadcast" for worker 0's
-                (the others post a message of the same length, whose contents do not matter). "pair" is no collective: the
+            op: "gather" for everyone's messages in rank order, each with its `sender`, "mean" for their element-wise mean,
+                "broadcast" for that of worker `payload.source` (the others post a message of the same length, whose contents
+                do not matter). "pair" is no collective: the
                 message goes to `payload.partner`, whose own comes back, and nobody else is waited for. Both members get
                 [the lower rank's, the higher rank's], both of one length; a worker without a partner gets its own.
         """
@@ -82,7 +116,7 @@ class Link(ABC):
         return self.post(payload, "mean").wait()[0]
 
     def broadcast(self, payload: Payload) -> Payload:
-        """Worker 0's message on every worker."""
+        """The message of worker `payload.source` (0 by default) on every worker."""
         return self.post(payload, "broadcast").wait()[0]
 
     def commit(self) -> None:  # noqa: B027 (a link with fixed members has nothing to vote on)
@@ -121,6 +155,10 @@ class LinkDecorator(Link):
     def size(self) -> int:
         """The wrapped link's size."""
         return self.link.size
+
+    def peers(self) -> Peers:
+        """Pass on."""
+        return self.link.peers()
 
     def post(self, payload: Payload, op: Op) -> Ticket:
         """Pass on."""

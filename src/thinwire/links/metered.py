@@ -113,7 +113,7 @@ class _MeteredTicket(Ticket):
         except RoundAborted:  # it came to nothing, but it did travel
             self._book([self.nbytes] * len(self.members), started)
             raise
-        self._book(sizes_of(self.op, result, self.metered.size), started)
+        self._book(sizes_of(self.op, result, len(self.members)), started)
         return result
 
     def _book(self, sizes: list[int], started: float) -> None:

@@ -23,4 +23,4 @@ class SoloLink(Link):
     def post(self, payload: Payload, op: Op) -> Ticket:
         """The mean of one is itself, and so is the list of all; there is nobody to be paired with."""
         members_of(payload, op, self.rank, self.size)
-        return Done([payload])
+        return Done([payload.of(self.rank)])

@@ -90,7 +90,7 @@ class TorchLink(Link):
             self._pairs += 1
             if len(members) == 1:
                 self._part.open.discard(number)
-                return Done([payload])
+                return Done([payload.of(self.rank)])
         if self._device is not None:
             payload = payload.like(payload.data.to(self._device))  # does nothing to what is there already
         return _TorchTicket(self, payload, op, number, members)
@@ -258,8 +258,8 @@ class _TorchTicket(Ticket):
         if self.op == "mean":
             return self._work(dist.all_reduce(data, op=dist.ReduceOp.SUM, group=group, async_op=True))
         if self.op == "broadcast":
-            first = dist.get_global_rank(group, 0) if group else 0
-            return self._work(dist.broadcast(data, src=first, group=group, async_op=True))
+            source = dist.get_global_rank(group, self.payload.source) if group else self.payload.source
+            return self._work(dist.broadcast(data, src=source, group=group, async_op=True))
         if not self.payload.fixed:
             data = self._pad_to_longest(data)
         self.parts = [torch.empty_like(data) for _ in range(self.link.size)]
@@ -305,7 +305,8 @@ class _TorchTicket(Ticket):
         if self.op == "broadcast":
             return [self.payload]
         lengths = self.lengths or [part.numel() for part in self.parts]
-        return [self.payload.like(part[:n]) for part, n in zip(self.parts, lengths, strict=True)]
+        arrived = zip(self.parts, lengths, self.members, strict=True)
+        return [self.payload.like(part[:n]).of(rank) for part, n, rank in arrived]
 
 
 class _Both:

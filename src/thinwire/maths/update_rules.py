@@ -21,7 +21,7 @@ from torch import Tensor
 from thinwire.errors import ConfigError, check_choice, check_not_negative
 
 if TYPE_CHECKING:
-    from thinwire.core.exchange import Share
+    from thinwire.core.exchange import Arrived
 
 Rule = Literal["unit", "sign", "sgd", "muon", "adam"]
 RULES = get_args(Rule)
@@ -154,7 +154,7 @@ def check_eps(eps: float, dtypes: Iterable[torch.dtype], whose: str) -> None:
 
 
 def apply_shared(
-    shared: Share,
+    shared: Arrived,
     x: list[Tensor],
     groups: list[dict[str, Any]],
     *,

@@ -222,7 +222,9 @@ class World:
                 total += p.data
             payloads = [payloads[0].like(total.div_(self.size))]
         elif exchange.op == "broadcast":
-            payloads = payloads[:1]
+            payloads = [payloads[members.index(payloads[0].source)]]
+        else:
+            payloads = [p.of(r) for p, r in zip(payloads, members, strict=True)]
         started = max(max(self._wire_free[r], exchange.posted[r][1]) for r in members)
         end = started + self.network.seconds(exchange.op, sizes, members)
         for r in members:

@@ -6,12 +6,13 @@ import inspect
 import re
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, field, make_dataclass
+from dataclasses import asdict, field, fields, make_dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tyro
 
-from thinwire.core.optimizer import Algorithm, Policy
+from thinwire.core.optimizer import Algorithm
+from thinwire.core.policy import Policy
 from thinwire.schedules import Schedule
 
 # Not typed in, or settings that every run has.
@@ -27,13 +28,13 @@ def settings_class(cls: type[Algorithm], fixed: Mapping[str, Any]) -> type:
     """
     types = typing.get_type_hints(cls.__init__)
     described = {**_argument_docs(cls), **_argument_docs(Policy)}
-    fields: list[Any] = []
+    made: list[Any] = []
     for name, default in _defaults(cls).items():
         kind = _flag_type(types.get(name) or typing.get_type_hints(Policy)[name])
         if kind is not None:
             annotated = Annotated[kind, tyro.conf.arg(help=described.get(name, ""))]
-            fields.append((name, annotated, field(default=fixed.get(name, default))))
-    return make_dataclass(f"{cls.__name__}Settings", fields, frozen=True, kw_only=True)
+            made.append((name, annotated, field(default=fixed.get(name, default))))
+    return make_dataclass(f"{cls.__name__}Settings", made, frozen=True, kw_only=True)
 
 
 def as_dict(settings: Any) -> dict[str, Any]:
@@ -45,9 +46,9 @@ def as_dict(settings: Any) -> dict[str, Any]:
 def _defaults(cls: type[Algorithm]) -> dict[str, Any]:
     """Keyword settings of the class and the policies of all algorithms, with their defaults."""
     own = inspect.signature(cls.__init__).parameters
-    base = inspect.signature(Algorithm.__init__).parameters
+    base = {f.name: f.default for f in fields(Policy)}
     defaults = {n: p.default for n, p in own.items() if n not in _NOT_FLAGS and p.default is not p.empty}
-    return defaults | {n: base[n].default for n in Policy.__annotations__ if n not in defaults}
+    return defaults | {n: default for n, default in base.items() if n not in defaults}
 
 
 def _flag_type(kind: Any) -> Any:

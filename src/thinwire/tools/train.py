@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 from thinwire import checkpoint
 from thinwire.algorithms import DataParallel, found
 from thinwire.codecs import parse_codec
-from thinwire.core.gates import handshake, running_statistics, tell_all
+from thinwire.core.buffers import running_statistics
+from thinwire.core.gates import handshake, tell_all
 from thinwire.core.optimizer import Algorithm
+from thinwire.core.slots import COUNTERS
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import CheckpointError, ConfigError, NonFiniteRound, TrainingDiverged
 from thinwire.links import Link, Metered, SoloLink, TorchLink
@@ -115,7 +117,7 @@ class Trainer:
         self.optimizer = self._new_optimizer(own)
         if part[1] > 1 and (rows := len(self.task.batch(0, 1)[0])) % part[1]:
             raise ConfigError(f"a batch of {rows} does not divide among {part[1]} shards: choose another --batch or --shards")
-        self.optimizer.check_total(config.steps)
+        check_total(self.optimizer, config.steps)
         self.step, self.seconds, self._before = 0, 0.0, 0.0
         self.unsaved = ""  # why the last checkpoint could not be written
         self._bad_losses = 0  # the last so many steps of this worker had a loss that is not finite
@@ -156,7 +158,7 @@ class Trainer:
             if last:
                 self.optimizer.finish()
             # Workers of different pace are at the same step only where a round has just ended.
-            together = last or self.optimizer.in_step
+            together = last or in_step(self.optimizer)
             evaluate = last or (together and _passed(config.eval_every, evaluated, self.step))
             due = checkpoint_every > 0 and (last or _passed(checkpoint_every, saved, self.step))
             save = checkpoints is not None and together and due
@@ -168,7 +170,7 @@ class Trainer:
             progress = self._progress(float(loss), self.evaluate() if evaluate else None)
             watch(progress)
             if last and not math.isfinite((progress.validation or {}).get("loss", 0.0)):
-                raise self.optimizer.training_diverged("the validation loss at the end is not finite", since=self.step)
+                raise self._diverged("the validation loss at the end is not finite", since=self.step)
             if save and fit:
                 assert checkpoints is not None
                 self._save_or_warn(checkpoints)
@@ -205,8 +207,8 @@ class Trainer:
         before, self.warm = self.optimizer, False
         assert isinstance(before, Wrapper)
         self.optimizer = optimizer_of(self.config, self.model, self.wire, inner=before.inner)
-        self.optimizer.take_over(before)
-        self.optimizer.check_total(self.config.steps)
+        take_over(self.optimizer, before)
+        check_total(self.optimizer, self.config.steps)
 
     def _be_at(self, step: int) -> None:
         """Have the optimizer that a checkpoint of this step was written with: that of the warm start, or the method's."""
@@ -220,7 +222,7 @@ class Trainer:
         """What the finite gate does for every other method: DDP has averaged a NaN, so nobody takes this step."""
         names = ", ".join(f"rank {r}" for r in culprits)
         what = f"step {self.step + 1} refused on all {self.link.size} workers: NaN or Inf in the contribution of {names}"
-        self.optimizer.refuse(NonFiniteRound(what, culprits=culprits), step=self.step + 1)
+        self.optimizer.engine.refuse(NonFiniteRound(what, culprits=culprits), step=self.step + 1)
         self.optimizer.zero_grad()  # without gradients the step that follows changes nothing but its number
 
     def _check_numbers(self, last: bool) -> bool:
@@ -235,7 +237,8 @@ class Trainer:
             TrainingDiverged: on all workers alike.
         """
         optimizer = self.optimizer
-        mine = (not optimizer.params_finite(), not optimizer.agreed_finite(), optimizer.lost_parameters)
+        refusals = optimizer.engine.refusals
+        mine = (not optimizer.params_finite(), not refusals.agreed_finite(), refusals.lost_parameters)
         flags = (*mine, self._bad_losses > 0, self._bad_losses >= _BAD_LOSSES)
         byte = sum(1 << bit for bit, flag in enumerate(flags) if optimizer.shards.any(flag))
         told = self.link.link.all_gather(Payload.of_bytes(bytes([byte]), purpose="finite", fixed=True))
@@ -243,12 +246,12 @@ class Trainer:
         workers = f"all {self.link.size} workers" if self.link.size > 1 else "the worker"
         if any(agreed):
             ranks = ", ".join(f"rank {rank}" for rank, flag in enumerate(agreed) if flag)
-            raise optimizer.training_diverged(f"the parameters to go on from hold NaN or Inf on {ranks}", since=self.step)
+            raise self._diverged(f"the parameters to go on from hold NaN or Inf on {ranks}", since=self.step)
         if all(a or b for a, b in zip(bad, lost, strict=True)) and (self.link.size > 1 or last):
-            raise optimizer.training_diverged(f"the parameters of {workers} hold NaN or Inf", since=self.step)
+            raise self._diverged(f"the parameters of {workers} hold NaN or Inf", since=self.step)
         if all(long):
             what = f"the losses of {workers} have been NaN or Inf for {_BAD_LOSSES} steps or more"
-            raise optimizer.training_diverged(what, since=self.step + 1 - self._bad_losses)
+            raise self._diverged(what, since=self.step + 1 - self._bad_losses)
         if any(bad) and not self._save_waits:
             ranks = ", ".join(f"rank {rank}" for rank, flag in enumerate(bad) if flag)
             log.warning("step %d: NaN or Inf in the parameters of %s, nothing is saved until they are healed", self.step, ranks)
@@ -276,7 +279,7 @@ class Trainer:
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint; called by all workers after the same step."""
-        extra = {**self.link.meter.state_dict(), "seconds": self.seconds, "handshake": float(self.optimizer._greeted)}
+        extra = {**self.link.meter.state_dict(), "seconds": self.seconds, "handshake": float(self.optimizer.handshake_done)}
         checkpoint.save(folder, self.model, self.optimizer, self.link.link, extra=extra)
 
     def _save_or_warn(self, folder: Path) -> None:
@@ -331,13 +334,45 @@ class Trainer:
             validation,
         )
 
+    def _diverged(self, what: str, *, since: int) -> TrainingDiverged:
+        return self.optimizer.engine.refusals.training_diverged(what, since=since)
+
     def _start_clock(self) -> None:
         self._before = self.link.now()
-        self.optimizer.restart_clock()
+        if self.optimizer.pace is not None:
+            self.optimizer.pace.restart_clock()
 
     def _stop_clock(self) -> None:
         self.seconds += self.link.now() - self._before
         self._before = -1.0
+
+
+# What takes the synchronous steps of a warm start where a method has no inner optimizer, and the state that it hands over.
+WARM_INNER = {"lordo": "low-rank"}
+HANDED_OVER = {"lordo": ("Q",)}
+
+
+def take_over(optimizer: Algorithm, before: Algorithm) -> None:
+    """Go on where another optimizer of the same model stopped, as after a warm start."""
+    for name in COUNTERS:
+        optimizer.set_counter(name, before.param_groups[0][name])
+    known = before.inner.state if isinstance(before, Wrapper) else {}
+    for name in HANDED_OVER.get(optimizer.name, ()):
+        for p, state in optimizer.state.items():
+            theirs = known.get(p, {}).get(name)
+            if name in state and theirs is not None and state[name].shape == theirs.shape:
+                state[name].copy_(theirs)
+
+
+def check_total(optimizer: Algorithm, steps: int) -> None:
+    """Raise a `ConfigError` for a number of steps at which the workers cannot stop together."""
+    if optimizer.pace is not None:
+        optimizer.pace.check_total(steps)
+
+
+def in_step(optimizer: Algorithm) -> bool:
+    """Whether all workers have taken the same number of steps now, as the counter has it."""
+    return optimizer.pace is None or optimizer.pace.in_step(optimizer.steps)
 
 
 def device_of(config: RunConfig) -> torch.device:
@@ -361,7 +396,7 @@ def warm_optimizer_of(config: RunConfig, model: nn.Module, link: Link) -> Algori
     inner = _inner_for(config, model)
     if inner is None:
         cls = found()[resolve_algorithm(config.algorithm, found())[0]]
-        inner = inner_of(cls.warm_inner, model, config, K=config.settings.get("H", 32))
+        inner = inner_of(WARM_INNER.get(cls.name, "adamw"), model, config, K=config.settings.get("H", 32))
     return DataParallel(inner, link, clip_norm=config.clip_norm, buffers=running_statistics(model))
 
 

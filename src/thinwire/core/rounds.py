@@ -1,0 +1,332 @@
+"""RoundEngine: the one owner of a round, from sending to applying, for every method.
+
+A method says what it sends (`send`) and what becomes of what arrived (`apply`). What is sent at step t is applied after step
+t + tau, and travels meanwhile:
+
+    tau = 0:    step t | send, wait, apply | step t+1
+    tau = 1:    step t | send              | step t+1 | apply | ...        waits only for what is late
+
+Between the two lie the gates: a contribution that is invalid refuses the round on all workers alike, messages that one worker
+could not read do too, and the link has the last word (`commit`). Shared state changes in `apply` and nowhere else, so a round
+is applied by all workers or by none.
+
+What is in flight is not part of a checkpoint, but what it was made of is: after a resume the messages are sent once more
+(`send_again`), with the numbers that they had, so that training goes on bit for bit. Which they are follows from the schedule,
+the step and the counter "in_flight".
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from thinwire.core.exchange import Arrived, Exchange, Gathered, post
+from thinwire.core.hashing import hash_tensors
+from thinwire.core.policy import Policy
+from thinwire.core.refusals import Refusals
+from thinwire.core.replicas import compare_replicas, resync
+from thinwire.errors import DamagedRound, Diverged, NonFiniteRound, RoundAborted, WireError
+from thinwire.links.base import Peers
+from thinwire.payload import LARGEST, Payload
+
+if TYPE_CHECKING:
+    from thinwire.core.optimizer import Algorithm
+
+log = logging.getLogger("thinwire")
+
+
+_MOST_IN_FLIGHT = 48  # messages at once whose marks a float64 holds as bits
+
+
+@dataclass
+class InFlight:
+    """A message on its way.
+
+    Attributes:
+        number: of the round.
+        step: after which it was sent.
+        due: what the schedule named: fragments or states.
+        which: numbers of the parameters in it: those of a group that was added since are not.
+        last: whether it is that of `finish()`, after which all workers shall be equal.
+        peers: who takes part.
+        exchange: what to wait for; None after a resume, until it has been sent again.
+    """
+
+    number: int
+    step: int
+    due: tuple[int, ...]
+    which: tuple[int, ...]
+    last: bool = False
+    peers: Peers | None = None
+    exchange: Exchange | None = None
+
+
+class RoundEngine:
+    """The rounds of one worker.
+
+    Args:
+        optimizer: the method.
+        policy: what to do when something goes wrong.
+        tau: steps between sending and applying.
+    """
+
+    def __init__(self, optimizer: Algorithm, policy: Policy, tau: int):
+        """Nothing is in flight yet."""
+        self.opt, self.policy, self.tau = optimizer, policy, tau
+        self.queue: deque[InFlight] = deque()
+        self.current = InFlight(0, 0, (), ())  # the round that is being sent or applied
+        self.refusals = Refusals(optimizer)
+        self.aborted = 0
+        self.invalid_next = False  # the next message is refused in this worker's name, whatever it says
+        optimizer.set_counter("in_flight", 0)
+        if tau:
+            optimizer.state[optimizer._active[0]]["invalid_in_flight"] = torch.tensor(0.0, dtype=torch.float64)
+
+    # --- Sending ---------------------------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """After a step: send what is due, and apply what was sent tau steps ago."""
+        due = self.opt.due = self.opt.schedule.due(self.opt.steps)
+        which = self.opt.which(due) if due else ()
+        if which and any(not set(which).isdisjoint(flight.which) for flight in self.queue):
+            self._settle_ready()  # what is sent now depends on what arrives now
+        if which:
+            self._post(due, which)
+        self._settle_ready()
+
+    def finish(self) -> None:
+        """Apply what is in flight, then exchange once what local steps have gathered since the last round."""
+        while self.queue:
+            self._settle()
+        if self.opt.pending_steps > 0 and "param" not in self.opt.replicated:
+            due = tuple(range(self.opt.schedule.fragments))
+            self._post(due, self.opt.which(due), last=True)
+            self._settle()
+        self.opt.average_buffers()
+
+    def _post(self, due: tuple[int, ...], which: tuple[int, ...], *, last: bool = False) -> None:
+        self._send_again()
+        flight = InFlight(self.opt.rounds + len(self.queue) + 1, self.opt.steps, due, which, last)
+        self._start(flight, again=False)
+        self.queue.append(flight)
+        self.opt.set_counter("in_flight", len(self.queue))
+
+    def _start(self, flight: InFlight, *, again: bool) -> None:
+        """Put a message on its way, for the first time or once more."""
+        opt, self.current = self.opt, flight
+        opt.due, opt.peers = flight.due, opt.link.peers()
+        out = opt.send_again() if again else opt.send()
+        if self._mark_invalid(flight.number, again=again):
+            out = replace(out, invalid=True)
+        if self.tau and not again:
+            opt.remember(out)
+        flight.due, flight.peers = opt.due, opt.peers
+        flight.exchange = post(opt.link, out, peers=opt.peers, round=flight.number, any_shard=opt.shards.any, largest=LARGEST)
+
+    def _mark_invalid(self, number: int, *, again: bool) -> bool:
+        """Whether a message is refused in this worker's name; of one that was sent before, whether it was then."""
+        if not self.tau:
+            invalid, self.invalid_next = self.invalid_next, False
+            return invalid
+        marks, bit = self.opt.state[self.opt._active[0]]["invalid_in_flight"], 1 << number % _MOST_IN_FLIGHT
+        if not again:
+            marks.fill_(int(marks) & ~bit | bit * self.invalid_next)
+            self.invalid_next = False
+        return bool(int(marks) & bit)
+
+    def _send_again(self) -> None:
+        """Send what was in flight when the checkpoint was written."""
+        for flight in self.queue:
+            if flight.exchange is None:
+                self._start(flight, again=True)
+
+    # --- Arriving --------------------------------------------------------------------------------------------------------
+
+    def _settle_ready(self) -> None:
+        while self.queue and self.queue[0].step <= self.opt.steps - self.tau:
+            self._settle()
+
+    def _settle(self) -> None:
+        """The round of the message that was sent first."""
+        self._send_again()
+        opt, flight = self.opt, self.queue.popleft()
+        self.current = flight
+        opt.set_counter("in_flight", len(self.queue))
+        opt.set_counter("thinwire_round", flight.number)
+        assert flight.peers is not None
+        opt.due, opt.peers = flight.due, flight.peers
+        refusal: RoundAborted | None = None
+        try:
+            try:
+                with self.overflow_named():
+                    arrived = self._agree(flight)
+                    self._committed()
+                    opt.apply(replace(arrived, which=flight.which, last=flight.last))
+            except RoundAborted as found:
+                refusal = found
+            if opt.in_pairs and self.policy.on_nonfinite == "raise":
+                refusal = self._refusal_of_any_pair(refusal, flight.number)
+            if refusal is not None:
+                self.refuse(refusal, number=flight.number)
+            else:
+                self._after(flight.number)
+        finally:
+            if opt.in_pairs:  # also of a refused round: all workers must agree on whether `finish()` has something to do
+                opt.set_counter("thinwire_synced", opt.steps)
+        if opt.pace is not None:  # `finish()` may end a round in the middle of its steps: quotas change between whole ones
+            opt.pace.agree(opt.shards, settle=opt.pace.in_step(opt.steps))
+
+    def _agree(self, flight: InFlight) -> Arrived:
+        """Wait for the messages; returns only where all workers will apply them."""
+        exchange = flight.exchange
+        assert exchange is not None
+        arrived, problem = None, None
+        try:
+            arrived = exchange.wait()
+        except (WireError, NonFiniteRound) as found:
+            problem = found
+        if isinstance(exchange, Gathered) and not self.tau and not self.opt.in_pairs and exchange.peers.size > 1:
+            self._vote(flight.number, problem if isinstance(problem, WireError) else None)
+        if problem is not None:
+            raise problem
+        self.opt.link.commit()
+        assert arrived is not None
+        return arrived
+
+    def _vote(self, number: int, error: WireError | None) -> None:
+        """Tell each other whether the messages could be read: what one worker could not, nobody may apply.
+
+        Raises:
+            WireError: on all of them, where none could: a message was wrong when it was sent.
+            DamagedRound: on all of them, where some could: it was damaged on the way.
+        """
+        ballot = Payload.of_bytes(bytes([error is not None]), purpose="vote", fixed=True)
+        told = self.opt.link.all_gather(ballot)
+        failed = [p.sender for p in told if p.to_bytes() != b"\x00"]
+        if failed and len(failed) < len(told):
+            names = ", ".join(f"rank {r}" for r in failed)
+            what = f"round {number} refused on all {len(told)} workers: {names} could not read the messages"
+            raise DamagedRound(f"{what} ({error})" if error is not None else what) from error
+
+    def _committed(self) -> None:
+        if self.opt.whole_round():
+            self.opt.set_counter("thinwire_synced", self.opt.steps)
+        if self.opt.pace is not None:
+            self.opt.pace.committed()
+        self.opt.committed()
+
+    def _after(self, number: int) -> None:
+        """What comes after a round that was applied: buffers, and the divergence alarm."""
+        opt = self.opt
+        if number % opt.buffers_every == 0 and not opt.in_pairs:  # those who refused would not take part
+            opt.average_buffers()
+        if self.policy.alarm_every and number % self.policy.alarm_every == 0:
+            hashes = {name: hash_tensors(tensors) for name, tensors in opt.shared_state().items()}
+            if not hashes:  # a method that lets everything drift
+                return
+            try:
+                compare_replicas(opt.link, hashes, round=number, any_shard=opt.shards.any)
+            except Diverged as alarm:
+                if self.policy.on_divergence == "raise":
+                    raise
+                log.warning("%s", alarm)
+
+    # --- Rounds that do not take place -------------------------------------------------------------------------------------
+
+    def refuse(self, refusal: RoundAborted, *, number: int | None = None, step: int | None = None) -> None:
+        """Go on without a round that did not take place, or raise, as the policies say.
+
+        A worker whose replicated parameters are the cause takes them from the others. A round that was refused for a NaN or Inf
+        is not gone on from, and `TrainingDiverged` is raised on all workers, where
+
+        * the parameters that all workers have in common are not finite: no later round can make them so;
+        * all of two or more workers were to blame, and with local steps: the parameters of each have gone bad since the last
+          round, which is no fault of one machine. Gradients alone do not count, since a GradScaler finds an Inf in them on all
+          workers now and then. Nor does a single worker: it goes back to its last agreed parameters, and is counted;
+        * it is the last of `give_up_after` in a row.
+
+        All of that is known to all workers alike, so that they raise together. In methods `in_pairs` only the two of a pair
+        know: there each worker counts the rounds in a row that were refused in its own name, and raises for itself.
+
+        Args:
+            refusal: what the round was refused with.
+            number: of the round, where that is not the last one begun.
+            step: which it belongs to, where that is not the last one taken.
+        """
+        opt, poisoned = self.opt, isinstance(refusal, NonFiniteRound)
+        if poisoned and self.policy.on_nonfinite == "raise":
+            raise refusal
+        self.aborted += 1
+        if poisoned and "param" in opt.replicated and opt.peers.size > 1:
+            self._resync()
+        mine = poisoned and opt.peers.id in refusal.culprits
+        number, step = opt.rounds if number is None else number, opt.steps if step is None else step
+        given_up = self.refusals.count(refusal, number, step)
+        if given_up is None:
+            log.warning("%s; training goes on without it", refusal)
+        if self.policy.on_abort == "restore" or mine:
+            opt.restore()
+        if given_up is not None:
+            raise given_up
+        opt.refused(refusal)
+
+    def _resync(self) -> None:
+        """Where a worker's replicated state is what is invalid, it takes that of the others."""
+        state = [t for tensors in self.opt.replicated_state().values() for t in tensors]
+        if took := resync(self.opt.link, state, any_shard=self.opt.shards.any):
+            names = ", ".join(f"rank {r}" for r in took)
+            log.warning("the replicated state of %s held NaN or Inf: it was taken from the other workers", names)
+
+    def _refusal_of_any_pair(self, refusal: RoundAborted | None, number: int) -> RoundAborted | None:
+        """Tell all workers of a round that some pair has refused, so that all can raise: one byte from each."""
+        peers, poisoned = self.opt.peers, isinstance(refusal, NonFiniteRound)
+        said = poisoned + 2 * (poisoned and peers.id in refusal.culprits)
+        told = self.opt.link.all_gather(Payload.of_bytes(bytes([said]), purpose="refusals", fixed=True))
+        heard = {p.sender: int(p.to_bytes()[0]) for p in told}
+        if not any(heard.values()):
+            return refusal
+        by, culprits = ([r for r, flags in heard.items() if r is not None and flags & bit] for bit in (1, 2))
+        names, whose = (", ".join(f"rank {r}" for r in ranks) for ranks in (by, culprits))
+        what = f"round {number} refused by {names}: NaN or Inf in the contribution of {whose or 'another shard'}"
+        return NonFiniteRound(f"{what}; all {peers.size} workers stop", culprits=culprits)
+
+    @contextmanager
+    def overflow_named(self) -> Iterator[None]:
+        """Say in words of training what torch says of a step so long that its size is no number of the parameters' dtype."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "without overflow" not in str(error):
+                raise
+            what = f"the size of a step overflows ({error})"
+            raise self.refusals.training_diverged(what, since=self.opt.steps) from error
+
+    # --- Resuming ----------------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget what is in flight: what it was made of is no more."""
+        self.queue.clear()
+        self.opt.set_counter("in_flight", 0)
+
+    def reload(self) -> None:
+        """After a checkpoint was loaded: what was in flight is sent again at the next step."""
+        opt = self.opt
+        self.queue.clear()
+        count, first = opt.param_groups[0].get("in_flight", 0), max(0, opt.steps - self.tau) + 1
+        sent = [
+            (step, due, which)
+            for step in range(first, opt.steps + 1)
+            if (due := opt.schedule.due(step)) and (which := opt.which(due))
+        ]
+        if count > len(sent):  # local values still hold what was sent: the next round carries it along
+            log.warning("%d messages were in flight with another tau or other fragments: their rounds are left out", count)
+            count = 0
+        for place, (step, due, which) in enumerate(sent[len(sent) - count :]):
+            self.queue.append(InFlight(opt.rounds + place + 1, step, due, which))
+        opt.set_counter("in_flight", count)

@@ -1,0 +1,47 @@
+"""The model that all workers agreed on last, put in the place of the parameters for a while."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.codecs.dense import Dense
+from thinwire.core.average import average
+from thinwire.links.base import Link
+from thinwire.sharding.shards import reshard
+
+if TYPE_CHECKING:
+    from thinwire.core.optimizer import Algorithm
+
+
+@contextlib.contextmanager
+def shared_model(opt: Algorithm, model: nn.Module | None, mean_over: Link | None) -> Iterator[None]:
+    """See `Algorithm.shared_model`."""
+    agreed = opt.agreed()
+    if mean_over is not None:
+        agreed, _ = average(mean_over, Dense(), agreed or opt.params(), any_shard=opt.shards.any, purpose="mean model")
+    if agreed is None:
+        yield
+        return
+    buffers = opt.buffer_average.local() if opt.buffer_average.averaged else []
+    mine, own = [x.clone() for x in opt.params()], [b.clone() for b in buffers]
+    overwrite(opt.params(), agreed, model)
+    overwrite(buffers, opt.buffer_average.agreed if buffers else [])
+    try:
+        yield
+    finally:
+        overwrite(opt.params(), mine, model)
+        overwrite(buffers, own)
+
+
+def overwrite(params: list[Tensor], values: list[Tensor], model: nn.Module | None = None) -> None:
+    """Copy `values` into parameters; give the model where FSDP2 shards it."""
+    with torch.no_grad():
+        for x, value in zip(params, values, strict=True):
+            x.copy_(value)
+    if model is not None:
+        reshard(model)

@@ -32,7 +32,7 @@ from thinwire.core.optimizer import Policy, Start
 from thinwire.core.two_halves import TwoHalves
 from thinwire.errors import ConfigError, check_choice, check_not_negative
 from thinwire.links.base import Link
-from thinwire.maths.update_rules import Rule, apply_shared, check_group, whitened
+from thinwire.maths.update_rules import UpdateRule, apply_shared, check_group, whitened
 from thinwire.sharding.mesh import shard_of
 from thinwire.sharding.shards import local
 
@@ -75,7 +75,7 @@ class DeMo(TwoHalves):
         lr: float = 2e-3,
         beta: float = 0.999,
         alpha: float = 1.0,
-        phi: Rule = "unit",
+        phi: UpdateRule = "unit",
         whiten: bool = True,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,

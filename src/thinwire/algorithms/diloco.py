@@ -23,7 +23,7 @@ from thinwire.core.exchange import message_nbytes
 from thinwire.core.optimizer import Policy, Start
 from thinwire.core.wrapper import Wrapper
 from thinwire.links.base import Link
-from thinwire.maths.outer import Merge, Nesterov, Rule
+from thinwire.maths.outer import Merge, MergeRule, Nesterov
 from thinwire.schedules import Schedule
 
 
@@ -63,7 +63,7 @@ class DiLoCo(Wrapper):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         nesterov: bool = True,
-        merge: Rule = "mean",
+        merge: MergeRule = "mean",
         pace: Literal["equal", "speed"] = "equal",
         codec: Codec | None = None,
         **policy: Unpack[Policy],

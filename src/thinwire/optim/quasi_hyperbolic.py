@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.errors import ConfigError, check_not_negative, check_whole_number
-from thinwire.maths.update_rules import orthogonalised
+from thinwire.maths.orthogonalize import orthogonalised
 from thinwire.sharding.shards import local
 
 Tensors = list[Tensor] | tuple[Tensor, ...]

@@ -19,15 +19,15 @@ done. Moments are float32 or wider, whatever the parameters are: 1 - 0.999 is lo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from thinwire.errors import ConfigError, check_not_negative
 from thinwire.optim import kernels
+from thinwire.optim.base import GroupOptimizer
 from thinwire.optim.mixture import Mixture, MomentumSwitch, Step, as_tuple, check_decay
 from thinwire.sharding.shards import local
 
@@ -69,7 +69,7 @@ class Settings(TypedDict, total=False):
 _COMMON: Settings = {"lives": 0.0, "weight_decay": 0.0, "warmup": 0, "warmup_beta": 0.9, "reset": True, "lr_scale": 1.0}
 
 
-class QuasiHyperbolic(Optimizer):
+class QuasiHyperbolic(GroupOptimizer):
     """Base of the quasi-hyperbolic optimizers: settings, state, the switch after a warm-up, and pieces that stay in cache.
 
     A subclass has its defaults (`usual_lr`, `usual`), a kernel of `thinwire.optim.kernels`, and the names of its state.
@@ -80,6 +80,7 @@ class QuasiHyperbolic(Optimizer):
         settings: see `Settings`.
     """
 
+    tuples = ("betas", "omegas")
     usual_lr: ClassVar[float] = 1e-3
     usual: ClassVar[Settings] = {}
     kernel: ClassVar[kernels.Kernel]
@@ -97,32 +98,12 @@ class QuasiHyperbolic(Optimizer):
         """Names of the state tensors of a parameter: the momenta, and the second moment where there is one."""
         return [*_momenta(len(group["betas"])), *(["exp_avg_sq"] if "beta2" in self.usual else [])]
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, as in any torch optimizer."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise a `ConfigError` for a parameter group with wrong settings."""
         group["betas"], group["omegas"] = as_tuple(group["betas"]), as_tuple(group["omegas"])
-        try:
-            _check(group)
-            if len(group["betas"]) != (many := len(self.param_groups[0]["betas"])):
-                raise ConfigError(f"all groups have the same number of momenta, here {many}, got betas={group['betas']}")
-        except ConfigError:
-            self.param_groups.pop()
-            raise
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            group["_taken"] += 1
-            if MomentumSwitch.of(group).resets_at(group["_taken"]):
-                self._reset_momenta(group)
-            self._step_group(group)
-        return loss
+        _check(group)
+        if len(group["betas"]) != (many := len(self.param_groups[0]["betas"])):
+            raise ConfigError(f"all groups have the same number of momenta, here {many}, got betas={group['betas']}")
 
     def switch(
         self,
@@ -139,7 +120,7 @@ class QuasiHyperbolic(Optimizer):
             betas: of as many momenta as there are.
             omegas: likewise.
             beta2: of the second moment, where there is one.
-            reset: zero the momenta; their bias correction then begins anew.
+            reset: zero the momenta; their bias correction then starts again.
             lr_scale: multiplies whatever lr the groups are given from now on; by default as before.
         """
         given = {"betas": betas, "omegas": omegas, "lr_scale": lr_scale, "beta2": beta2}
@@ -162,8 +143,12 @@ class QuasiHyperbolic(Optimizer):
                 state[name].zero_()
                 state["step_seen"][j] = 0
 
-    def _step_group(self, group: dict[str, Any]) -> None:
+    def step_group(self, group: dict[str, Any]) -> None:
+        """Take one step of the parameters of a group."""
         mixture, switch = Mixture.of(group), MomentumSwitch.of(group)
+        group["_taken"] += 1
+        if switch.resets_at(group["_taken"]):
+            self._reset_momenta(group)
         for (number, age, seen, names, *_), params in self._alike(group).items():
             lr, mixed = switch.applied(group["lr"], mixture, step=group["_taken"], age=age)
             step = Step(number, lr, mixed, seen, group)
@@ -206,13 +191,6 @@ class QuasiHyperbolic(Optimizer):
     def _elementwise(self, names: Sequence[str]) -> bool:  # noqa: ARG002
         """Whether a tensor with these slots may be stepped piece by piece."""
         return True
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As in torch, but the moments keep their width: torch casts them to the parameters' dtype."""
-        super().load_state_dict(dict(state_dict))
-        keep_widths(self, state_dict)
-        for group in self.param_groups:  # a JSON or a checkpoint reader may have made lists of them
-            group["betas"], group["omegas"] = tuple(group["betas"]), tuple(group["omegas"])
 
 
 class QHM(QuasiHyperbolic):
@@ -296,19 +274,6 @@ class QHMuon(QHAdam):
 
     def _elementwise(self, names: Sequence[str]) -> bool:
         return "exp_avg_sq" in names
-
-
-def keep_widths(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Put the state of a state dict in as it is, after torch has loaded it and cast it to the parameters' dtype.
-
-    Counts, whose names begin with "step", stay on the CPU.
-    """
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for key, p in zip(keys, params, strict=True):
-        for name, value in state_dict["state"].get(key, {}).items():
-            where = "cpu" if name.startswith("step") else p.device
-            optimizer.state[p][name] = torch.as_tensor(value).detach().to(where, copy=True)
 
 
 def _momenta(count: int) -> list[str]:

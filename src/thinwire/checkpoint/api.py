@@ -136,7 +136,7 @@ def save(
         sums = processes.together(write, problem=problem)
         path = folder / processes.together(finish, problem=problem)[0]
     except CheckpointError:
-        if processes.first:  # nobody writes any more, and a full disk needs the room
+        if processes.first:  # no process writes any more, and a full disk needs the room
             shutil.rmtree(aside, ignore_errors=True)
         raise
     _RUNS[model] = run
@@ -263,8 +263,8 @@ def _read(path: Path, model: nn.Module, optimizer: Algorithm, processes: Process
     same_world = description.workers == processes.workers
     if not same_world and 0 in description.groups[0].get("sick", []) and optimizer.newcomer_takes("param"):
         raise CheckpointError(
-            f"the first worker's numbers were bad when {path} was written, so others cannot start from it: resume with the "
-            f"{description.workers} workers that wrote it, which heal it, or from another checkpoint"
+            f"the first worker's parameters were invalid when {path} was written, so others cannot start from them: resume "
+            f"with the {description.workers} workers that wrote it, which resync it, or from another checkpoint"
         )
     names, parameters = parameter_names(model, optimizer), dict(model.named_parameters())
     # Another world takes what it can from the first worker: buffers such as BatchNorm's statistics, and the meter.

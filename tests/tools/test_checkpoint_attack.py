@@ -302,7 +302,7 @@ FORBIDDEN_CALLS = {
 }
 
 
-@pytest.mark.parametrize("folder", ["src", "examples"])
+@pytest.mark.parametrize("folder", ["src", "examples", "benchmarks", "docs"])
 def test_our_code_unpickles_nothing(folder: str) -> None:
     files = list((ROOT / folder).rglob("*.py"))
     assert files
@@ -321,6 +321,8 @@ def test_our_code_unpickles_nothing(folder: str) -> None:
                 if owner == "" and (last not in ("eval", "exec") or not before):
                     raise AssertionError(f"{path}:{node.lineno} calls {called}")
                 assert not (owner == "torch" and before == "torch"), f"{path}:{node.lineno} calls {called}"
+                keywords = {keyword.arg for keyword in node.keywords}
+                assert not keywords & {"allow_pickle", "weights_only"}, f"{path}:{node.lineno} calls {called} with {keywords}"
 
 
 # --- A hostile worker --------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "streaming-diloco": {"H": 8, "fragments": 2, "tau": 2},
 }
 LIMIT = 600.0  # seconds that a whole attempt may take; one that hangs is a failure
+FOREVER = 1 << 30  # a step that no run reaches
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,15 @@ def run_storm(storm: Storm, folder: Path) -> dict[str, Any]:
             # Somewhere in what is left, so that the kills are spread over the run.
             least = attempt.wait_for(1)
             target = least + chance.randint(0, max(1, 2 * (storm.steps - least) // (storm.kills - kills + 1)))
+            attempt.let_go_on(min(target + 2, storm.steps - 1))
             attempt.wait_for(min(target, storm.steps - 1))
             time.sleep(chance.uniform(0, 0.03))  # a moment of a save, an exchange or an evaluation
             victims = range(storm.workers) if chance.random() < 0.3 else [chance.randrange(storm.workers)]
             killed = [attempt.kill(victim) for victim in victims]
-            if not any(killed):  # it was over before
-                break
+            if not any(killed):
+                raise SystemExit("chaos: the workers ended before anyone was killed")
             kills += 1
+            attempt.let_go_on(FOREVER)
             if chance.random() < 0.25:
                 attempt.wait_for_the_others()
     again = _finish(storm, broken)
@@ -82,6 +85,7 @@ def run_storm(storm: Storm, folder: Path) -> dict[str, Any]:
 def _finish(storm: Storm, folder: Path) -> list[dict[str, Any]]:
     """Train to the end, from the newest checkpoint if there is one; the results of all workers."""
     with _Attempt(storm, folder) as attempt:
+        attempt.let_go_on(FOREVER)
         attempt.wait_for_the_others()
     return [json.loads((folder / f"result{rank}.json").read_text()) for rank in range(storm.workers)]
 
@@ -95,10 +99,13 @@ class _Attempt:
         folder.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "thinwire.tools.train", "thinwire.algorithms", "thinwire.tasks.quadratic"])
-        self._step = context.Value("i", 0)
+        # Without locks: a worker that is killed would hold them for good.
+        self._step, self._last = context.Value("i", 0, lock=False), context.Value("i", 0, lock=False)
         self._store, places = host_job(storm.workers)
         self._deadline = time.monotonic() + LIMIT
-        self.processes = [context.Process(target=_worker, args=(place, storm, folder, self._step)) for place in places]
+        self.processes = [
+            context.Process(target=_worker, args=(place, storm, folder, self._step, self._last)) for place in places
+        ]
         for process in self.processes:
             process.start()
 
@@ -109,6 +116,13 @@ class _Attempt:
         for process in self.processes:
             process.kill()
             process.join()
+
+    def let_go_on(self, step: int) -> None:
+        """Let worker 0 train until it has taken this step, and then wait there: until now it waits after its first step.
+
+        On a busy machine the run would else be over before the kill.
+        """
+        self._last.value = step
 
     def wait_for(self, step: int) -> int:
         """Wait until worker 0 has taken this step, or nobody runs any more; the step it has taken."""
@@ -134,7 +148,7 @@ class _Attempt:
             raise SystemExit(f"chaos: the workers neither went on nor ended within {LIMIT:g} s")
 
 
-def _worker(place: dict[str, str], storm: Storm, folder: Path, step: Any) -> None:
+def _worker(place: dict[str, str], storm: Storm, folder: Path, step: Any, last: Any) -> None:
     """One worker of one attempt."""
     import torch
 
@@ -167,6 +181,8 @@ def _worker(place: dict[str, str], storm: Storm, folder: Path, step: Any) -> Non
             metrics(progress)
             if link.rank == 0:
                 step.value = progress.step
+                while step.value >= last.value:
+                    time.sleep(0.002)
 
         trainer.run(watch, checkpoints=folder / "checkpoints", checkpoint_every=2)
     except LinkError:  # another one was killed

@@ -45,6 +45,7 @@ MODULES = (
     "thinwire.errors",
     "thinwire.core.exchange",
     "thinwire.sharding.mesh",
+    "thinwire.maths.orthogonalize",
     "thinwire.maths.outer",
     "thinwire.network",
     "thinwire.core.pace",

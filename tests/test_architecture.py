@@ -52,3 +52,84 @@ def test_every_public_name_can_be_had_and_unknown_ones_not() -> None:
     assert set(thinwire.__all__) <= set(dir(thinwire))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         thinwire.nothing  # noqa: B018
+
+
+MOST_LINES, MOST_METHODS = 400, 30
+# What is over today, and will be split. Nothing may be added.
+LONG_FILES = {
+    "codecs/chain.py",
+    "core/exchange.py",
+    "core/optimizer.py",
+    "tools/doctor.py",
+    "tools/plan.py",
+    "tools/train.py",
+}
+LARGE_CLASSES = {"core/optimizer.py: Algorithm"}
+PRIVATE_USES = {"tools/train.py: self.optimizer._greeted"}
+
+
+def _files() -> dict[str, ast.Module]:
+    return {str(p.relative_to(SOURCE)): ast.parse(p.read_text()) for p in sorted(SOURCE.rglob("*.py"))}
+
+
+def test_no_source_file_is_long() -> None:
+    lines = {name: len((SOURCE / name).read_text().splitlines()) for name in _files()}
+    long = {name: count for name, count in lines.items() if count > MOST_LINES}
+    print(f"over {MOST_LINES} lines: {long}")
+    assert set(long) <= LONG_FILES, f"over {MOST_LINES} lines: {long}"
+
+
+def test_no_class_is_large() -> None:
+    """Methods that a class defines itself, properties included."""
+    methods = {
+        f"{name}: {cls.name}": sum(isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) for n in cls.body)
+        for name, tree in _files().items()
+        for cls in ast.walk(tree)
+        if isinstance(cls, ast.ClassDef)
+    }
+    large = {name: count for name, count in methods.items() if count > MOST_METHODS}
+    print(f"over {MOST_METHODS} methods: {large}")
+    assert set(large) <= LARGE_CLASSES, f"over {MOST_METHODS} methods: {large}"
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    """Names of functions, classes, variables and attributes that a module defines or sets."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def _of_another_library(node: ast.expr, tree: ast.Module) -> bool:
+    """Whether an expression begins with the name of a module that is not ours: `torch._foreach_mul`, `os._exit`."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
+    theirs = [n for n in imports if not (isinstance(n, ast.ImportFrom) and (n.module or "").startswith("thinwire"))]
+    names = {(alias.asname or alias.name).partition(".")[0] for n in theirs for alias in n.names}
+    return isinstance(node, ast.Name) and node.id in names
+
+
+def test_no_private_name_of_another_package_is_used() -> None:
+    """An object's `_name` is for itself, for its subclasses, and for the package that defines it."""
+    files, packages = _files(), dict[str, set[str]]()
+    for name, tree in files.items():
+        packages.setdefault(name.partition("/")[0], set()).update(_defined(tree))
+    found = set()
+    for name, tree in files.items():
+        own = packages[name.partition("/")[0]]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("thinwire"):
+                private = {a.name for a in node.names if a.name.startswith("_") and not a.name.startswith("__")}
+                found |= {f"{name}: {n}" for n in private if n not in own}
+            if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
+                continue
+            of_itself = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if not of_itself and node.attr not in own and not _of_another_library(node.value, tree):
+                found.add(f"{name}: {ast.unparse(node)}")
+    assert found <= PRIVATE_USES, f"private names of other packages: {sorted(found)}"

@@ -29,8 +29,8 @@ def test_every_claim_names_its_test() -> None:
     assert [row for row in rows if not re.search(r"`tests/[\w/]+\.py::\w+`", row)] == []
 
 
-def test_all_four_kinds_of_trouble_are_there_with_what_does_not_hold() -> None:
-    for kind in ("A stranger on the network", "A fellow worker", "A stranger's file", "The user's own mistakes"):
+def test_all_four_threats_are_there_with_what_does_not_hold() -> None:
+    for kind in ("An untrusted host on the network", "A hostile or faulty worker", "An untrusted file", "User errors"):
         section = PAGE.split(f"## {kind}\n")[1].split("\n## ")[0]
         assert "| what holds | shown by |" in section
         assert "What does not hold:" in section

@@ -9,6 +9,7 @@ import pytest
 from tests import golden
 from tests.processes import Pool
 from thinwire.algorithms import found
+from thinwire.errors import MissingData
 
 
 @functools.cache
@@ -35,5 +36,8 @@ def test_every_arm_and_set_up_has_a_golden_entry_and_no_other_has() -> None:
 @pytest.mark.parametrize("name", golden.arms())
 def test_an_arm_of_the_records_begins_as_it_did(name: str) -> None:
     before = golden.read("arms")["entries"][name]
-    found = golden.measure_arm(golden.arms()[name])
+    try:
+        found = golden.measure_arm(golden.arms()[name])
+    except MissingData as missing:
+        pytest.skip(str(missing))  # it says how to get them
     assert golden.differences(before, found, same_arithmetic=_same_arithmetic("arms")) == []

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
-from thinwire.maths.update_rules import RULES, Rule, apply_elementwise, check_group, orthogonalised, whitened
+from thinwire.maths.orthogonalize import orthogonalised
+from thinwire.maths.update_rules import RULES, UpdateRule, apply_elementwise, check_group, whitened
 
 GROUP: dict[str, Any] = {
     "lr": 0.1,
@@ -64,7 +65,7 @@ def test_each_tensor_is_whitened_with_the_betas_of_its_group_and_in_the_dtype_of
 
 
 @pytest.mark.parametrize(("rule", "phi"), [("sgd", lambda M: M), ("unit", lambda M: M), ("sign", torch.sign)])
-def test_rules_without_memory_are_their_formula(rule: Rule, phi: Any) -> None:
+def test_rules_without_memory_are_their_formula(rule: UpdateRule, phi: Any) -> None:
     x, M = some(4, 5), some(4, 5, seed=1)
     M[0, 0] = 0.0
     expected = x - 0.3 * phi(M)
@@ -88,7 +89,7 @@ def test_adam_is_torchs_and_any_piece_of_a_tensor_may_come_by_itself() -> None:
 
 @pytest.mark.parametrize("rule", ["sgd", "unit", "sign", "adam"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_a_parameter_of_another_dtype_takes_a_float32_update(rule: Rule, dtype: torch.dtype) -> None:
+def test_a_parameter_of_another_dtype_takes_a_float32_update(rule: UpdateRule, dtype: torch.dtype) -> None:
     wide = torch.promote_types(dtype, torch.float32)
     x, expected = some(8).to(dtype), some(8).to(dtype).float()
     moments = torch.zeros(8, dtype=wide), torch.zeros(8, dtype=wide)

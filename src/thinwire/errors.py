@@ -1,6 +1,6 @@
 """Every error that thinwire raises on purpose.
 
-`ConfigError` and its kin are the user's to fix before anything runs: the command line turns them into one line and exit code 2.
+`ConfigError` and its subclasses report wrong settings before anything runs: the command line prints one line and exits with 2.
 `LinkError` comes from the wire and names the rank and the round; `WireError` comes from a message and names its sender.
 """
 
@@ -40,7 +40,7 @@ class LinkError(ThinwireError, RuntimeError):
 
 
 class WireError(ThinwireError, ValueError):
-    """A message is not what it should be: damaged, of another codec or round, or made to do harm. Nothing was applied."""
+    """A message is not what it should be: damaged, of another codec or round, or hostile. Nothing was applied."""
 
     def __init__(self, message: str, *, rank: int | None = None):
         """Say whose message it is where that is known."""
@@ -74,7 +74,7 @@ class DamagedRound(RoundAborted):
 
 
 class TrainingDiverged(ThinwireError, RuntimeError):
-    """Training has diverged: all workers' numbers are lost, or rounds are refused again and again. Raised on all workers."""
+    """Training has diverged, raised on all workers: their parameters are invalid, or too many rounds in a row were refused."""
 
     def __init__(self, message: str, *, since: int):
         """Keep the step at which it was first seen in `since`."""
@@ -83,7 +83,7 @@ class TrainingDiverged(ThinwireError, RuntimeError):
 
 
 def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
-    """Raise a `ConfigError` that shows `value` and `allowed` unless one is in the other."""
+    """Raise a `ConfigError` that shows `value` and `allowed` unless `value` is one of them."""
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 

@@ -11,6 +11,7 @@ import torch
 
 from tests.clock import Clock
 from tests.processes import Pool
+from tests.sim.test_world import queue_transfers
 from thinwire.errors import ConfigError, RoundAborted
 from thinwire.links import Flaky, Link, LinkDecorator, Meter, Metered, SoloLink, Straggler, Throttled
 from thinwire.network import Network, ring_traffic
@@ -291,15 +292,7 @@ def test_computing_between_post_and_wait_hides_the_wire() -> None:
 
 def test_queued_transfers_go_one_after_the_other() -> None:
     def worker(bare: Link) -> list[float]:
-        link = Throttled(bare, Network(bandwidth=8.0))
-        tickets = [link.post(Payload(torch.zeros(n, dtype=torch.uint8)), "gather") for n in (10, 5, 20)]
-        seen = []
-        for ticket in tickets:
-            ticket.wait()
-            seen.append(link.now())
-        link.elapse(100.0)  # an idle wire saves nothing up
-        link.all_gather(Payload(torch.zeros(10, dtype=torch.uint8)))
-        return [*seen, link.now()]
+        return queue_transfers(Throttled(bare, Network(bandwidth=8.0)))
 
     assert World(2, step_time=0.0).run(worker) == [[10.0, 15.0, 35.0, 145.0]] * 2
 

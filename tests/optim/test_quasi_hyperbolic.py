@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tests.processes import LIMIT
 from tests.tiers import first_quick
 from thinwire.errors import ConfigError
-from thinwire.optim import QHADOPT, QHM, QHAdam, QHMuon, QuasiHyperbolic, quasi_hyperbolic
+from thinwire.optim import QHADOPT, QHM, QHAdam, QHMuon, QuasiHyperbolic, kernels
 
 KINDS = [QHAdam, QHADOPT, QHM, QHMuon]
 every = pytest.mark.parametrize("kind", KINDS)
@@ -164,7 +164,7 @@ def test_how_tensors_are_cut_changes_no_bit(kind: type, dtype: torch.dtype, monk
     shapes = [(), (1000,), (33, 7), (5, 4, 3, 3), (17,), (64, 4)]
 
     def run(piece: int) -> list[Tensor]:
-        monkeypatch.setattr(quasi_hyperbolic, "_PIECE", piece)
+        monkeypatch.setattr(kernels, "_PIECE", piece)
         params = [parameter(s, dtype, seed=i) for i, s in enumerate(shapes)]
         params[3].data = params[3].data.to(memory_format=torch.channels_last)
         opt = kind(params, 0.01, betas=(0.9, 0.99), omegas=(0.3, 0.6), weight_decay=0.1)
@@ -697,3 +697,26 @@ def test_a_switch_keeps_the_scale_of_the_lr_and_is_refused_as_a_whole() -> None:
     with pytest.raises(ConfigError, match="there are 1 momenta"):
         opt.switch(betas=(0.9, 0.99))
     assert [g["betas"] for g in opt.param_groups] == [(0.9,), (0.9,)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "other"), [(QHM, "beta2"), (QHM, "eps"), (QHAdam, "nesterov"), (QHADOPT, "matrices"), (QHMuon, "momentum")]
+)
+def test_a_setting_of_another_optimizer_is_no_argument(kind: type, other: str) -> None:
+    with pytest.raises(TypeError, match=f"{kind.__name__} takes no argument '{other}'"):
+        kind([parameter((3,))], **{other: 0.5})
+
+
+@pytest.mark.parametrize(
+    ("kind", "usual"),
+    [
+        (QHM, {"lr": 0.1, "betas": (0.999,), "omegas": (0.7,)}),
+        (QHAdam, {"lr": 1e-3, "betas": (0.999,), "omegas": (0.95,), "beta2": 0.999, "eps": 1e-8}),
+        (QHADOPT, {"lr": 1e-3, "betas": (0.999,), "omegas": (0.95,), "beta2": 0.9999, "eps": 1e-6}),
+        (QHMuon, {"lr": 1e-3, "betas": (0.999,), "omegas": (0.95,), "beta2": 0.999, "nesterov": False, "matrices": True}),
+    ],
+)
+def test_the_defaults_are_those_of_the_docs(kind: type, usual: dict[str, Any]) -> None:
+    (group,) = kind([parameter((3,))]).param_groups
+    assert {name: group[name] for name in usual} == usual
+    assert ("beta2" in group) == (kind is not QHM)

@@ -247,18 +247,20 @@ def test_computing_hides_the_wire_and_workers_hide_it_each_for_itself() -> None:
     assert World(2, network=Network(bandwidth=8.0), step_time=[2.0, 6.0]).run(worker) == [(4.0, 10.0), (12.0, 12.0)]
 
 
-def test_queued_exchanges_share_one_wire() -> None:
-    def worker(link: Link) -> list[float]:
-        tickets = [link.post(Payload(torch.zeros(n, dtype=torch.uint8)), "gather") for n in (10, 5, 20)]
-        seen = []
-        for ticket in tickets:
-            ticket.wait()
-            seen.append(link.now())
-        link.elapse(100.0)  # an idle wire saves nothing up
-        link.all_gather(Payload(torch.zeros(10, dtype=torch.uint8)))
-        return [*seen, link.now()]
+def queue_transfers(link: Link) -> list[float]:
+    """Post 10, 5 and 20 bytes at once, then 10 after 100 idle seconds; the times at which they have arrived."""
+    tickets = [link.post(Payload(torch.zeros(n, dtype=torch.uint8)), "gather") for n in (10, 5, 20)]
+    seen = []
+    for ticket in tickets:
+        ticket.wait()
+        seen.append(link.now())
+    link.elapse(100.0)  # an idle wire saves nothing up
+    link.all_gather(Payload(torch.zeros(10, dtype=torch.uint8)))
+    return [*seen, link.now()]
 
-    assert World(2, network=Network(bandwidth=8.0), step_time=0.0).run(worker) == [[10.0, 15.0, 35.0, 145.0]] * 2
+
+def test_queued_exchanges_share_one_wire() -> None:
+    assert World(2, network=Network(bandwidth=8.0), step_time=0.0).run(queue_transfers) == [[10.0, 15.0, 35.0, 145.0]] * 2
 
 
 def test_without_exchanges_clocks_are_independent() -> None:

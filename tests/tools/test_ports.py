@@ -120,7 +120,7 @@ def test_an_address_that_is_not_this_machines_is_told_and_served_everywhere(
     with pytest.raises(Opened), caplog.at_level(logging.WARNING, logger="thinwire"):
         hold_store("10.255.255.254", 1234)
     assert "'10.255.255.254', at which this machine cannot listen" in caplog.text
-    assert "close port 1234 to strangers" in caplog.text
+    assert "close port 1234 in the firewall" in caplog.text
 
 
 # --- What is said of them ----------------------------------------------------------------------------------------------------

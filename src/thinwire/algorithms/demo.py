@@ -35,7 +35,7 @@ from thinwire.core.exchange import Arrived, Outgoing
 from thinwire.core.optimizer import Algorithm, PolicyOptions, Start
 from thinwire.errors import ConfigError, check_choice, check_not_negative
 from thinwire.links.base import Link
-from thinwire.maths.update_rules import Rule, apply_shared, check_group, whitened
+from thinwire.maths.update_rules import UpdateRule, apply_shared, check_group, whitened
 from thinwire.sharding.mesh import shard_of
 from thinwire.sharding.shards import local
 
@@ -78,7 +78,7 @@ class DeMo(Algorithm):
         lr: float = 2e-3,
         beta: float = 0.999,
         alpha: float = 1.0,
-        phi: Rule = "unit",
+        phi: UpdateRule = "unit",
         whiten: bool = True,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,

@@ -24,7 +24,7 @@ from thinwire.core.exchange import Arrived, Outgoing
 from thinwire.core.optimizer import PolicyOptions, Start
 from thinwire.core.wrapper import Wrapper
 from thinwire.links.base import Link
-from thinwire.maths.outer import Merge, Nesterov, Rule
+from thinwire.maths.outer import Merge, MergeRule, Nesterov
 from thinwire.schedules import Schedule
 
 
@@ -66,7 +66,7 @@ class DiLoCo(Wrapper):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         nesterov: bool = True,
-        merge: Rule = "mean",
+        merge: MergeRule = "mean",
         tau: int = 0,
         pace: Literal["equal", "speed"] = "equal",
         codec: Codec | None = None,

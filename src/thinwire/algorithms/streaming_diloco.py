@@ -33,7 +33,7 @@ from thinwire.core.shared_model import overwrite
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError
 from thinwire.links.base import Link
-from thinwire.maths.outer import Merge, Nesterov, Rule
+from thinwire.maths.outer import Merge, MergeRule, Nesterov
 
 
 class StreamingDiLoCo(Fragments, Wrapper):
@@ -78,7 +78,7 @@ class StreamingDiLoCo(Fragments, Wrapper):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         nesterov: bool = True,
-        merge: Rule = "mean",
+        merge: MergeRule = "mean",
         codec: Codec | None = None,
         **options: Unpack[PolicyOptions],
     ):

@@ -40,6 +40,7 @@ from thinwire.checkpoint.layout import coded_names, coded_slot, flat_state, para
 from thinwire.checkpoint.processes import Processes
 from thinwire.checkpoint.resize import fill_for_another_world, fill_for_other_shards, taken_from_first
 from thinwire.core.optimizer import Algorithm
+from thinwire.core.state_layout import check_state, state_layout
 from thinwire.errors import CheckpointError
 from thinwire.links.base import Link
 from thinwire.payload import all_finite
@@ -95,7 +96,7 @@ def save(
     """
     folder = Path(folder)
     reshard(model)
-    processes = Processes(link, optimizer._active)
+    processes = Processes(link, state_layout(optimizer).trained)
     name = f"step-{optimizer.steps:08d}"
     aside = folder / f".writing-{name}"
     own: dict[Path, bool] = {}  # finished checkpoints of this run, and whether they are finite; known to the first process
@@ -135,7 +136,7 @@ def save(
         sums = processes.together(write, problem=problem)
         path = folder / processes.together(finish, problem=problem)[0]
     except CheckpointError:
-        if processes.first:  # nobody writes any more, and a full disk needs the room
+        if processes.first:  # no process writes any more, and a full disk needs the room
             shutil.rmtree(aside, ignore_errors=True)
         raise
     _RUNS[model] = run
@@ -162,7 +163,7 @@ def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link) -> Resu
     """
     path = Path(path)
     reshard(model)
-    processes = Processes(link, optimizer._active)
+    processes = Processes(link, state_layout(optimizer).trained)
     result: list[_Read] = []
 
     def read() -> str:
@@ -262,14 +263,14 @@ def _read(path: Path, model: nn.Module, optimizer: Algorithm, processes: Process
     same_world = description.workers == processes.workers
     if not same_world and 0 in description.groups[0].get("resync", []) and optimizer.joiner_copies("param"):
         raise CheckpointError(
-            f"the first worker's numbers were bad when {path} was written, so others cannot start from it: resume with the "
-            f"{description.workers} workers that wrote it, which heal it, or from another checkpoint"
+            f"the first worker's parameters were invalid when {path} was written, so others cannot start from them: resume "
+            f"with the {description.workers} workers that wrote it, which resync it, or from another checkpoint"
         )
     names, parameters = parameter_names(model, optimizer), dict(model.named_parameters())
     # Another world takes what it can from the first worker: buffers such as BatchNorm's statistics, and the meter.
     wanted = ("replicated/", f"worker{processes.worker}/") if same_world else ("replicated/", "worker0/")
     prefer = [file_of(owner.strip("/"), processes.shard) for owner in wanted]
-    coded = coded_names(optimizer)
+    coded = coded_names(state_layout(optimizer))
     found: dict[str, str] = {}  # key in the checkpoint -> without worker and shard
     elsewhere: set[str] = set()  # coded slots of a worker that was sharded in another way
     for key in description.tensors:
@@ -324,7 +325,7 @@ def _check_all_there(parts: Mapping[str, Tensor], state: dict[str, Any], model: 
         if f"buffer/{name}" in parts and parts[f"buffer/{name}"].shape != b.shape:
             shape = tuple(parts[f"buffer/{name}"].shape)
             raise CheckpointError(f"the checkpoint's buffer {name!r} has shape {shape}, here it has {tuple(b.shape)}")
-    optimizer._checked(state)
+    check_state(optimizer, state)
     fresh = optimizer.state_dict()["state"]
     for index, entries in state["state"].items():
         for key, value in entries.items():

@@ -24,6 +24,7 @@ from thinwire.checkpoint.files import (
     step_of,
 )
 from thinwire.core.optimizer import Algorithm
+from thinwire.core.state_layout import state_layout
 from thinwire.errors import CheckpointError
 
 FORMAT = 2
@@ -78,7 +79,7 @@ def describe(
         inner=_inner_of(optimizer),
         finite=finite,
         settings={k: v if _is_plain(v) else repr(v) for k, v in optimizer.settings.items()},
-        slots=sorted(optimizer._slots),
+        slots=list(state_layout(optimizer).slots),
         groups=[_plain_group(group) for group in optimizer.state_dict()["param_groups"]],
         tensors=tensors,
     )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from thinwire.checkpoint.files import Stored
 from thinwire.core.optimizer import Algorithm
+from thinwire.core.state_layout import StateLayout, state_layout
 from thinwire.errors import CheckpointError
 from thinwire.sharding.mesh import shard_of
 from thinwire.sharding.shards import Region, region_of
@@ -27,40 +28,37 @@ def flat_state(
     model: nn.Module, optimizer: Algorithm, worker: int, shard: int, extra: Mapping[str, float]
 ) -> dict[str, Tensor]:
     """Every tensor under its place in the checkpoint."""
-    own = f"worker{worker}/"
+    own, layout = f"worker{worker}/", state_layout(optimizer)
 
-    def place(kind: str) -> str:
-        return "replicated/" if kind in optimizer.replicated else own
+    def place(replicated: bool) -> str:
+        return "replicated/" if replicated else own
 
-    trained = {id(p) for p in optimizer._active}  # all others are frozen, and so the same on all workers
-    state = {
-        f"{place('param') if id(p) in trained else 'replicated/'}param/{name}": p.detach()
-        for name, p in model.named_parameters()
-    }
+    differing = {id(each.param) for each in layout.parameters if not each.replicated}
+    state = {f"{place(id(p) not in differing)}param/{name}": p.detach() for name, p in model.named_parameters()}
     state |= {f"{own}buffer/{name}": b for name, b in model.named_buffers() if name in model.state_dict()}
     state |= {f"{own}extra/{name}": torch.tensor(float(value), dtype=torch.float64) for name, value in extra.items()}
     state[f"{own}rng/{shard}"] = torch.get_rng_state()
-    saved, coded = optimizer.state_dict()["state"], coded_names(optimizer)
-    for index, name in parameter_names(model, optimizer).items():
-        entries = saved.get(index, {})
-        ready = bool(entries.get("inner_ready", True))
-        for key, value in entries.items():
-            kind = "inner" if key.startswith("inner") else key
+    saved, names, coded = optimizer.state_dict()["state"], parameter_names(model, optimizer), coded_names(layout)
+    for each in layout.parameters:
+        values = saved.get(each.index, {})
+        ready = bool(values.get("inner_ready", True))
+        for entry in each.entries:
+            key, value = entry.key, values[entry.key]
             if value is None or (key.startswith("inner.") and not ready):
                 continue
-            state[f"{place(kind)}state/{name}/{coded.get(key, key)}"] = _as_tensor(value, key)
+            state[f"{place(entry.replicated)}state/{names[each.index]}/{coded.get(key, key)}"] = _as_tensor(value, key)
     return state
 
 
-def coded_names(optimizer: Algorithm) -> dict[str, str]:
+def coded_names(layout: StateLayout) -> dict[str, str]:
     """The slots in the domain of the codec, and their names in the checkpoint.
 
     A shard's slot is no part of a whole: the codec's blocks begin again on every shard. Without a number of their own, the
     slots of a worker's shards would be taken for copies of one tensor.
     """
-    number, shards = shard_of(optimizer._active)
+    number, shards = shard_of(layout.trained)
     mark = f"@{number}of{shards}" if shards > 1 else ""
-    return {slot: slot + mark for slot, start in optimizer._slots.items() if start == "coded"}
+    return {slot: slot + mark for slot in layout.coded}
 
 
 def coded_slot(key: str, coded: Mapping[str, str]) -> tuple[str, str, str]:
@@ -77,9 +75,9 @@ def parameter_names(model: nn.Module, optimizer: Algorithm) -> dict[int, str]:
     """Number in the optimizer's state dict -> name in the model."""
     names = {id(p): name for name, p in model.named_parameters()}
     everyone = [p for group in optimizer.param_groups for p in group["params"]]
-    strangers = [i for i, p in enumerate(everyone) if id(p) not in names]
-    if strangers:
-        raise CheckpointError(f"the optimizer's tensors {strangers} are not parameters of this model")
+    unknown = [i for i, p in enumerate(everyone) if id(p) not in names]
+    if unknown:
+        raise CheckpointError(f"the optimizer's tensors {unknown} are not parameters of this model")
     return {i: names[id(p)] for i, p in enumerate(everyone)}
 
 

@@ -1,4 +1,4 @@
-"""All processes of all workers: work that they do together, and whose problems all of them are told."""
+"""All processes of all workers: work that they do together, whose errors are raised on all of them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Processes:
             told = work()
         except LinkError:
             raise  # the others cannot be told
-        except Exception as error:  # of whatever kind: the others are waiting for a word from this process
+        except Exception as error:  # of any kind: the others are waiting for this process's status
             cause = error
         verdict = {"told": told}
         if cause is not None:
@@ -91,7 +91,7 @@ def _parsed(raw: bytes, *, worker: int) -> tuple[tuple[int, int], dict[str, str]
             return (worker, shard), {key: text}
     except (ValueError, TypeError, AttributeError, RecursionError):
         pass
-    return (worker, -1), {"failed": f"rank {worker} sent something else than its status"}
+    return (worker, -1), {"failed": f"rank {worker} sent an invalid status"}
 
 
 def _printable(text: str) -> str:

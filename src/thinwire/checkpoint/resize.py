@@ -12,7 +12,7 @@ from thinwire.errors import CheckpointError
 
 
 def taken_from_first(key: str, optimizer: Algorithm) -> bool:
-    """Whether a worker of another world takes this over: what is replicated, and of the first worker what a newcomer may."""
+    """Whether a worker of another world takes this over: what is replicated, and of the first worker what a joiner may copy."""
     owner, section, *_ = key.split("/")
     kind = key.rpartition("/")[2] if section == "state" else section
     return owner == "replicated" or section in ("buffer", "extra") or optimizer.joiner_copies(kind)
@@ -61,7 +61,7 @@ def fill_for_another_world(
         lost.add("the inner optimizer's state")
     if any(key.startswith("buffer/") for key in parts):
         notes.append("buffers such as BatchNorm's statistics are those of the first worker")
-    lost -= {"withdrew"}  # of no use without the round it speaks of
+    lost -= {"withdrew"}  # meaningless without the round that it belongs to
     if lost:
         notes.append(f"re-initialised, since it was each worker's own: {', '.join(sorted(lost))}")
     return notes

@@ -39,7 +39,7 @@ class Done(Ticket):
     """A ticket whose result is known already."""
 
     def __init__(self, result: list[Payload]):
-        """Hold the result until somebody asks."""
+        """Hold the result."""
         self._result = result
 
     def _finish(self) -> list[Payload]:
@@ -103,7 +103,7 @@ class Link(ABC):
             op: "gather" for everyone's messages in rank order, each with its `sender`, "mean" for their element-wise mean,
                 "broadcast" for that of worker `payload.source` (the others post a message of the same length, whose contents
                 do not matter). "pair" is no collective: the
-                message goes to `payload.partner`, whose own comes back, and nobody else is waited for. Both members get
+                message goes to `payload.partner`, whose own comes back, and no other worker is waited for. Both members get
                 [the lower rank's, the higher rank's], both of one length; a worker without a partner gets its own.
         """
 
@@ -123,7 +123,7 @@ class Link(ABC):
         """Make the round valid, or raise `RoundAborted` on every worker. Shared state may change only after it."""
 
     def tick(self) -> None:  # noqa: B027 (only simulated and delayed links care)
-        """Told by the algorithm after each local step, so that simulated time and stragglers know of it."""
+        """Called by the algorithm after each local step; advances simulated time and delays stragglers."""
 
     def now(self) -> float:
         """Seconds on this worker's clock."""

@@ -1,4 +1,4 @@
-"""torch's own DistributedDataParallel, metered: the baseline that nobody can call weak."""
+"""torch's own DistributedDataParallel, metered: the baseline of all comparisons."""
 
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations as types.
 
@@ -82,6 +82,6 @@ class MeteredDDP:
             return []
         answers = self.link.all_gather(Payload.of_bytes(bytes([bad]), purpose="culprits", fixed=True))
         culprits = [rank for rank, answer in enumerate(answers) if answer.to_bytes() == b"\x01"]
-        if not culprits:  # whoever is to blame does not say so: do not take the step
+        if not culprits:  # no worker reports its own: do not take the step
             raise WireError("the averaged gradient is not finite, although every worker says that its own was")
         return culprits

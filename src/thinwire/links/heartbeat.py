@@ -1,12 +1,12 @@
-"""Heartbeat: who is still there, and who has left and why? So that an error can name the rank that is to blame.
+"""Heartbeat: which ranks are alive, and which have left and why, so that an error can name the rank that caused it.
 
-A collective that fails says "connection closed by peer" or "timed out"; which rank is to blame it does not say, and a
+A collective that fails says "connection closed by peer" or "timed out"; which rank caused it, it does not say, and a
 healthy rank that waits for the dead one looks just as silent. So every process raises a counter in the job's key-value
-store twice a second from a thread of its own; whose counter stands still is gone (killed, stopped or cut off).
+store twice a second from a thread of its own; a rank whose counter stands still is gone (killed, stopped or cut off).
 
 A process that ends, by an exception or because it is done, says so in the store, with the number of exchanges that it took
 part in: whoever waits for it in a later one need not wait any longer. A rank that gives up because of another says that too, so
-that nobody takes it for the cause. The store is asked only when a wait has lasted long, or has failed.
+that it is not taken for the cause. The store is read only when a wait has taken long, or has failed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from thinwire.links.roll_call import holds_store
+from thinwire.links.rendezvous import holds_store
 
 INTERVAL = 0.5  # seconds between two beats
 SILENCE = 2.5  # seconds without a beat after which a rank counts as lost
@@ -89,7 +89,7 @@ class Departure:
 
 
 class Heartbeat:
-    """This process's beat in the store, and the means to listen to the others'."""
+    """This process's beat in the store, and a reader of the others'."""
 
     _running: Heartbeat | None = None
 
@@ -106,10 +106,10 @@ class Heartbeat:
 
     @classmethod
     def end(cls, reason: BaseException | None = None) -> None:
-        """Tell the others that this process leaves the job, and why; does nothing where it is in none, or has said so."""
+        """Report that this process leaves the job, and why; does nothing where it is in none, or has reported it."""
         running, cls._running = cls._running, None
         if running is not None:
-            running._leave(_gist(reason) if reason is not None else _last_words)
+            running._leave(_gist(reason) if reason is not None else _uncaught)
 
     def __init__(self, store: dist.Store, rank: int, size: int = 1):
         """Beat as global rank `rank` into `store` until the process ends."""
@@ -259,12 +259,12 @@ def _connection(store: dist.Store) -> dist.Store:
 
 # --- How this process ends -----------------------------------------------------------------------------------------------
 
-_last_words = ""  # the exception that nobody caught
+_uncaught = ""  # of an uncaught exception
 _watched = False
 
 
 def _watch_this_process() -> None:
-    """From now on, an exception that nobody catches is remembered, and the end of the process is told to the others."""
+    """From now on, an uncaught exception is recorded, and the end of the process is reported to the other ranks."""
     global _watched
     if _watched:
         return
@@ -285,8 +285,8 @@ def _watch_this_process() -> None:
 
 
 def _remember(error: BaseException) -> None:
-    global _last_words
-    _last_words = _gist(error)
+    global _uncaught
+    _uncaught = _gist(error)
 
 
 def _gist(error: BaseException) -> str:

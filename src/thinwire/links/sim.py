@@ -64,5 +64,5 @@ class SimLink(Link):
         return self._world.now(self._rank)
 
     def elapse(self, seconds: float) -> None:
-        """Move this worker's virtual clock forward; nobody really waits."""
+        """Move this worker's virtual clock forward without waiting."""
         self._world.elapse(self._rank, seconds)

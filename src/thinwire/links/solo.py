@@ -21,6 +21,6 @@ class SoloLink(Link):
         return 1
 
     def post(self, payload: Payload, op: Op) -> Ticket:
-        """The mean of one is itself, and so is the list of all; there is nobody to be paired with."""
+        """The mean of one message is the message itself, and so is the list of all; there is no partner."""
         members_of(payload, op, self.rank, self.size)
         return Done([payload.of(self.rank)])

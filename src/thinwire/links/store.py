@@ -1,6 +1,6 @@
-"""The job's key-value store, held where only those can reach it who need it.
+"""The job's key-value store, held at an address that only the job's processes need to reach.
 
-torch's TCPStore listens on all interfaces of the machine, whatever address it is given, and asks nobody who they are. So the
+torch's TCPStore listens on all interfaces of the machine, whatever address it is given, without authentication. So the
 socket is bound here, to the one address that the job's processes connect to, and handed to it.
 """
 
@@ -73,7 +73,7 @@ def _bound(host: str, port: int) -> socket.socket:
         raise LinkError(f"the job's store at {host}:{port} cannot be opened [{gist(taken)}]") from taken
     log.warning(
         "MASTER_ADDR is %r, at which this machine cannot listen for others: the job's store listens on all interfaces. "
-        "It asks nobody who they are: give an address of this machine in a private network, or close port %d to strangers",
+        "It has no authentication: give an address of this machine in a private network, or close port %d in the firewall",
         host,
         port,
     )

@@ -1,4 +1,4 @@
-"""Throttled: a fast link that behaves like a thin wire, for trying things out where no real thin wire is at hand."""
+"""Throttled: a fast link that behaves like a slow one, for experiments without a slow network."""
 
 from __future__ import annotations
 

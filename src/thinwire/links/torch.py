@@ -1,7 +1,7 @@
 """TorchLink: torch.distributed as the wire (gloo, NCCL, or whatever backend the process group has).
 
 Every wait has a time limit, and a failure names the rank that reports it, the round, and the ranks that are gone. A rank that
-has left the job is named as soon as somebody waits for it in vain, long before the time limit.
+has left the job is named as soon as another rank waits for it, long before the timeout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.errors import ConfigError, LinkError
 from thinwire.links.base import Done, Link, Ticket, check_length, members_of
 from thinwire.links.heartbeat import Departure, Heartbeat, Part
-from thinwire.links.roll_call import in_job, join_job
+from thinwire.links.rendezvous import in_job, join_job
 from thinwire.links.solo import SoloLink
 from thinwire.links.store import gist, hold_store, loopback_interface
 from thinwire.network import Op, Traffic, ring_traffic, show_bytes
@@ -115,7 +115,7 @@ class TorchLink(Link):
         return self._failed(ticket.words(), gist(cause), self._who_is_to_blame(ticket.members, ticket.number))
 
     def await_work(self, work: dist.Work | _Both, ticket: _TorchTicket) -> None:
-        """Wait for a backend's work; where that lasts, look from time to time whether it is in vain.
+        """Wait for a backend's work; where that takes long, check from time to time whether a rank has left.
 
         Raises:
             LinkError: when one that must take part has left, or the time is over, or the backend has failed.

@@ -24,7 +24,7 @@ from thinwire.codecs import Codec, Dense, Parts
 from thinwire.errors import ConfigError, check_choice
 from thinwire.sharding.shards import Shards
 
-Rule = Literal["mean", "rda"]
+MergeRule = Literal["mean", "rda"]
 
 _NO_DIRECTION = 1e-6  # a mean of unit vectors as short as this is rounding, not a direction
 
@@ -73,11 +73,11 @@ class Merge:
         rule: "mean" or "rda".
     """
 
-    rule: Rule = "mean"
+    rule: MergeRule = "mean"
 
     def __post_init__(self) -> None:
         """Check the rule."""
-        check_choice("merge", self.rule, get_args(Rule))
+        check_choice("merge", self.rule, get_args(MergeRule))
 
     def codec(self, codec: Codec, tensors: int) -> Codec:
         """What sends the differences of so many tensors: `codec`, with the norms in float32 beside it where it is narrower."""

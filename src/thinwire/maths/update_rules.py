@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError, check_choice, check_not_negative
+from thinwire.maths.orthogonalize import orthogonalised
 
 if TYPE_CHECKING:
     from thinwire.core.exchange import Arrived
 
-Rule = Literal["unit", "sign", "sgd", "muon", "adam"]
-RULES = get_args(Rule)
+UpdateRule = Literal["unit", "sign", "sgd", "muon", "adam"]
+RULES = get_args(UpdateRule)
 
 
 def whitened(
@@ -56,7 +57,7 @@ def whitened(
 
 
 def apply_elementwise(
-    rule: Rule,
+    rule: UpdateRule,
     x: Tensor,
     M: Tensor,
     *,
@@ -88,31 +89,6 @@ def apply_elementwise(
         x.addcdiv_(m.to(x.dtype), root.to(x.dtype), value=-lr / (1 - b1**step))
     else:
         x.sub_(M.sign_() if rule == "sign" else M, alpha=lr)
-
-
-# Newton-Schulz coefficients of Jordan et al. (2024): after five steps all singular values lie between about 0.7 and 1.2.
-_QUINTIC = (3.4445, -4.7750, 2.0315)
-
-
-def orthogonalised(M: Tensor, *, steps: int = 5) -> Tensor:
-    """About M (M^T M)^(-1/2), by Newton-Schulz steps in float32; scaled so that its entries have a root mean square of 0.2.
-
-    The scale (Liu et al. 2025, arXiv 2502.16982) makes one learning rate serve matrices of all shapes, and about the one of
-    AdamW.
-
-    Args:
-        M: two or more dimensions; folded into (first, all others).
-        steps: each costs three matrix products.
-    """
-    a, b, c = _QUINTIC
-    X = M.reshape(M.shape[0], math.prod(M.shape[1:])).float()
-    wide = X.shape[0] <= X.shape[1]
-    X = X if wide else X.T  # the products are of the shorter side
-    X = X / X.norm().clamp_min(1e-12)
-    for _ in range(steps):
-        A = X @ X.T
-        X = a * X + (b * A + c * A @ A) @ X
-    return (X if wide else X.T).reshape(M.shape) * (0.2 * math.sqrt(max(X.shape)))
 
 
 def check_group(group: Mapping[str, Any], *, sharded: bool) -> None:
@@ -187,7 +163,7 @@ def apply_shared(
         if i in whole:
             part.copy_(Q)
         else:
-            rule: Rule = "sign" if g["phi"] == "muon" else g["phi"]
+            rule: UpdateRule = "sign" if g["phi"] == "muon" else g["phi"]
             lr = g["lr"] / max(rms[i], 1e-30) if rule == "unit" else g["lr"]
             step = 1 if (count := counts[i]) is None else int(count)
             apply_elementwise(rule, part, Q, lr=lr, moments=(m_part, v_part), betas=g["betas"], eps=g["eps"], step=step)

@@ -1,4 +1,4 @@
-"""LowRankAdam: Adam with moments of low rank and a full-rank term, on one worker; the honest baseline of LoRDO.
+"""LowRankAdam: Adam with moments of low rank and a full-rank term, on one worker; the baseline of LoRDO.
 
 The step is that of `thinwire.maths.low_rank`. Every H steps the projector is taken from what the parameters have done since the
 last time. Around it, `DataParallel` is low-rank data parallelism: gradients are averaged at every step, so that Q, the moments
@@ -7,20 +7,19 @@ and E are the same on all workers. One worker of LoRDO is this optimizer, bit fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from thinwire.errors import check_whole_number
 from thinwire.maths import low_rank
-from thinwire.optim.quasi_hyperbolic import keep_widths
+from thinwire.optim.base import GroupOptimizer
 from thinwire.sharding.mesh import shard_of
 
 
-class LowRankAdam(Optimizer):
+class LowRankAdam(GroupOptimizer):
     """Adam with moments in a subspace of rank r that is chosen anew every H steps.
 
     Example:
@@ -66,32 +65,19 @@ class LowRankAdam(Optimizer):
         group = {"lr": lr, "rank": rank, "omega": omega, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, group)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, as in any torch optimizer."""
-        super().add_param_group(param_group)
-        try:
-            group = self.param_groups[-1]
-            low_rank.check_group(group, settings=("H", "qh", "feedback", "rotate"), sharded=shard_of(group["params"])[1] > 1)
-        except ValueError:
-            self.param_groups.pop()
-            raise
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise a `ConfigError` for a parameter group with wrong settings."""
+        low_rank.check_group(group, settings=("H", "qh", "feedback", "rotate"), sharded=shard_of(group["params"])[1] > 1)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step, and a new projector where one is due."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.requires_grad]
-            for p in params:
-                if not self.state[p]:
-                    self._make_state(p, group)
-                self.state[p]["step"] += 1
-            low_rank.step(params, self.state, [group] * len(params), qh=self.qh)
-            self._refresh([p for p in params if int(self.state[p]["step"]) % self.H == 0], group)
-        return loss
+    def step_group(self, group: dict[str, Any]) -> None:
+        """Take one step of the parameters of a group, and a new projector where one is due."""
+        params = [p for p in group["params"] if p.requires_grad]
+        for p in params:
+            if not self.state[p]:
+                self._make_state(p, group)
+            self.state[p]["step"] += 1
+        low_rank.step(params, self.state, [group] * len(params), qh=self.qh)
+        self._refresh([p for p in params if int(self.state[p]["step"]) % self.H == 0], group)
 
     def _make_state(self, p: Tensor, group: Mapping[str, Any]) -> None:
         made = {name: make(p.detach()) for name, make in low_rank.slots(lambda: group["rank"], feedback=self.feedback).items()}
@@ -106,10 +92,3 @@ class LowRankAdam(Optimizer):
         for p, a, d in zip(params, anchors, D, strict=True):
             p.copy_(a.add_(d))  # rounded as in LoRDO's rounds
         low_rank.refresh(params, self.state, [group] * len(params), D, turn=self.rotate)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As in torch, but the state keeps its width: torch casts it to the parameters' dtype."""
-        super().load_state_dict(dict(state_dict))
-        keep_widths(self, state_dict)
-        for group in self.param_groups:  # a JSON or a checkpoint reader may have made a list of them
-            group["betas"] = tuple(group["betas"])

@@ -64,14 +64,7 @@ class ImageTask(SeededTask):
     metric = "accuracy"
 
     def __init__(
-        self,
-        name: str,
-        *,
-        seed: int,
-        workers: int,
-        batch: int | None,
-        data: str | Path | None,
-        non_iid: float | None,
+        self, name: str, *, seed: int, workers: int, batch: int | None, data: str | Path | None, non_iid: float | None
     ):
         """Read the images and divide them; the default batch is 32 images."""
         super().__init__(name, seed=seed, workers=workers)

@@ -167,14 +167,7 @@ class TextTask(SeededTask):
     unit = "tokens"
 
     def __init__(
-        self,
-        name: str,
-        *,
-        seed: int,
-        workers: int,
-        batch: int | None,
-        data: str | Path | None,
-        non_iid: float | None,
+        self, name: str, *, seed: int, workers: int, batch: int | None, data: str | Path | None, non_iid: float | None
     ):
         """Read the text and cut the validation windows; the default batch is 8 sequences (4 for gpt-124m)."""
         super().__init__(name, seed=seed, workers=workers)

@@ -28,7 +28,7 @@ import torch
 from thinwire.core.gates import read_json, read_number
 from thinwire.errors import WireError
 from thinwire.links import Link
-from thinwire.links.roll_call import backends
+from thinwire.links.rendezvous import backends
 from thinwire.network import Network, ring_hops, ring_traffic, show_bandwidth, show_bytes, show_seconds
 from thinwire.payload import Payload
 from thinwire.tools.config import versions

@@ -1,4 +1,4 @@
-"""Roll call: join a job, and where somebody does not come, say who."""
+"""Join a job; ranks that do not join within the timeout are named."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def in_job() -> bool:
 def join_job(backend: str, timeout: float) -> None:
     """Make the default process group of the job that the environment describes.
 
-    Every rank first says in the job's store that it is there, so that those who are missing can be named.
+    Every rank first registers in the job's store, so that missing ranks can be named.
 
     Args:
         backend: "gloo" or "nccl".
         timeout: seconds to wait for the others, and that any wait of the group may take afterwards.
 
     Raises:
-        LinkError: with the ranks that did not come as `lost`; or who came, but could not be joined.
+        LinkError: with the ranks that did not join as `lost`, or when the backend cannot connect those that did.
     """
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -96,7 +96,7 @@ def _answers(host: str, port: int, timeout: float) -> bool:
 
 
 def _missing(store: dist.Store, rank: int, size: int, timeout: float) -> list[int]:
-    """The ranks that have not answered the roll call by the end of the timeout."""
+    """The ranks that have not joined by the end of the timeout."""
     keys = [f"here/{r}" for r in range(size)]
     deadline = time.monotonic() + timeout
     missing, pause = list(range(size)), 0.02

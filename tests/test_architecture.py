@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import thinwire
+from thinwire.algorithms import found
+from thinwire.core.optimizer import Algorithm
 
 SOURCE = Path(__file__).parents[1] / "src" / "thinwire"
 
@@ -32,18 +34,24 @@ def test_torch_distributed_is_known_only_to_links_and_sharding() -> None:
     assert all("DTensor)" not in files[name].read_text() for name in dtensor), "no isinstance(x, DTensor) outside of sharding/"
 
 
-def test_algorithm_files_are_short_and_have_one_network_line_and_one_commit_line() -> None:
-    """House rules 1 and 2."""
+def test_algorithm_files_are_short_and_know_nothing_of_the_network() -> None:
+    """House rules 1 and 2: a method says what it sends and what it applies, and the engine does the rest."""
     files = [p for p in (SOURCE / "algorithms").glob("*.py") if p.name != "__init__.py"]
-    assert len(files) >= 3
+    assert len(files) >= 9
     for path in files:
         text = path.read_text()
-        assert len(text.splitlines()) <= 150, path.name
+        assert len(text.splitlines()) <= 170, path.name
         for cls in [n for n in ast.parse(text).body if isinstance(n, ast.ClassDef)]:
-            calls = [ast.unparse(n.func) for n in ast.walk(cls) if isinstance(n, ast.Call)]
-            network = sum(calls.count(f"self.{name}") for name in ("average", "post_average", "swap", "post_share"))
-            assert network == 1, f"{path.name}: one network line"
-            assert calls.count("self.commit") == 1, f"{path.name}: one commit line"
+            used = {ast.unparse(n) for n in ast.walk(cls) if isinstance(n, ast.Attribute)}
+            assert not used & {"self.link", "self.engine.queue", "self.engine.policy"}, (
+                f"{path.name}: the network is the engine's"
+            )
+            for method in (n for n in cls.body if isinstance(n, ast.FunctionDef) and n.name in ("send", "send_again")):
+                calls = [ast.unparse(n.func) for n in ast.walk(method) if isinstance(n, ast.Call)]
+                changing = [name for name in calls if name.endswith("_") and not name.startswith("_")]
+                assert not changing, f"{path.name}: {method.name} changes something: {changing}"
+    for cls in found().values():
+        assert cls.send is not Algorithm.send and cls.apply is not Algorithm.apply
 
 
 def test_every_public_name_can_be_had_and_unknown_ones_not() -> None:

@@ -27,7 +27,7 @@ def test_it_lists_the_state_dict_and_says_whose_each_entry_is(name: str, steps: 
             assert entry.inner == entry.key.startswith("inner")
             assert entry.replicated == (("inner" if entry.inner else entry.key) in opt.replicated)
             assert entry.coded == (entry.key in layout.coded)
-            assert entry.joiner_copies == opt.newcomer_takes(entry.key)
+            assert entry.joiner_copies == opt.joiner_copies(entry.key)
     assert [id(p) for p in layout.trained] == [id(p) for p in model.parameters() if p.requires_grad]
     assert set(layout.counters) <= set(saved["param_groups"][0])
 

@@ -342,7 +342,7 @@ def test_what_finish_has_applied_is_not_sent_again(pool: Pool) -> None:
             assert_same(straight, again)
 
 
-def test_a_message_that_withdrew_withdraws_again_after_a_resume() -> None:
+def test_a_message_that_was_invalid_is_invalid_again_after_a_resume() -> None:
     def worker(link: Link) -> list[tuple[int, ...]]:
         model, told = model_of(), []
         opt = streaming(model, link, tau=3, on_nonfinite="raise")

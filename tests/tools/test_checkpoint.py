@@ -70,9 +70,9 @@ def test_another_number_of_workers_takes_over_what_is_shared(name: str, size: in
         else:
             assert pending == 0
             here = build(name, model_of().parameters(), SoloLink())
-            told = "of the first, and from its averaged states" if here.newcomer_takes("param") else "agreed on last"
+            told = "of the first, and from its averaged states" if here.joiner_copies("param") else "agreed on last"
             assert told in resumed.notes[0]
-            if isinstance(here, Wrapper) and not here.newcomer_takes("inner"):
+            if isinstance(here, Wrapper) and not here.joiner_copies("inner"):
                 assert "the inner optimizer's state" in resumed.notes[1]
 
 
@@ -261,7 +261,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     opt = build("diloco", model.parameters(), SoloLink())
     good = checkpoint.save(tmp_path, model, opt, SoloLink())
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    opt._set_counter("thinwire_step", 1)
+    opt.set_counter("thinwire_step", 1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # files may not grow beyond this: as on a full disk
     try:
         with pytest.raises(CheckpointError, match=r"could not write the checkpoint of step 1: .*; older ones are untouched"):

@@ -151,7 +151,7 @@ def _load_alone(link: TorchLink, folder: Path) -> tuple[int, list[str]]:
     before = [p.detach().clone() for p in model.parameters()]
     opt.finish()  # would send a round of zeros and decay the weights for it
     assert_same(before, [p.detach() for p in model.parameters()], "nothing is under way")
-    return opt.param_groups[0]["underway"], notes
+    return opt.param_groups[0]["in_flight"], notes
 
 
 def test_another_world_forgets_the_round_that_was_under_way(tmp_path: Path, pool: Pool) -> None:

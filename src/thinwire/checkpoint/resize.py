@@ -61,7 +61,7 @@ def fill_for_another_world(
         lost.add("the inner optimizer's state")
     if any(key.startswith("buffer/") for key in parts):
         notes.append("buffers such as BatchNorm's statistics are those of the first worker")
-    lost -= {"withdrew"}  # meaningless without the round that it belongs to
+    lost -= {"invalid_in_flight", "outgoing"}  # meaningless without the round that it belongs to
     if lost:
         notes.append(f"re-initialised, since it was each worker's own: {', '.join(sorted(lost))}")
     return notes

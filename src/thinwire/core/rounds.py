@@ -310,9 +310,11 @@ class RoundEngine:
     # --- Resuming ----------------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget what is in flight: what it was made of is no more."""
+        """Among other workers: forget what is in flight, since what it was made of is no more, and who was to be resynced."""
         self.queue.clear()
         self.opt.set_counter("in_flight", 0)
+        if "resync" in self.opt.param_groups[0]:
+            self.opt.set_counter("resync", [])
 
     def reload(self) -> None:
         """After a checkpoint was loaded: what was in flight is sent again at the next step."""

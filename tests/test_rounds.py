@@ -1,0 +1,408 @@
+"""The round itself: peers, overlap for every method that can, what was not counted, and numbers that would spoil state."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire
+from tests.conformance.training import (
+    ALGORITHMS,
+    H,
+    adamw,
+    assert_close,
+    assert_same,
+    backward,
+    build,
+    codec_of,
+    model_of,
+    shared,
+    snapshot,
+    train,
+)
+from tests.processes import Pool
+from thinwire import (
+    DCT,
+    DecoupledDiLoCo,
+    DeMo,
+    Dense,
+    DiLoCo,
+    Link,
+    Metered,
+    Peers,
+    Sign,
+    SoloLink,
+    StreamingDiLoCo,
+    TopK,
+    World,
+)
+from thinwire.core.exchange import Arrived, Outgoing, post
+from thinwire.errors import ConfigError, DamagedRound, NonFiniteRound, WireError
+from thinwire.links.base import LinkDecorator, Ticket
+from thinwire.network import Op
+from thinwire.payload import LARGEST, Payload, all_finite, zero_invalid_
+
+# --- Peers -----------------------------------------------------------------------------------------------------------------
+
+
+def _peers(link: Link) -> tuple[Peers, tuple[int, ...], bool]:
+    arrived = post(link, Outgoing([torch.ones(2)], Dense(gather=True))).wait()
+    return link.peers(), arrived.ids, arrived.included
+
+
+def test_on_a_link_whose_workers_never_change_all_are_members_expected_and_counted(pool: Pool) -> None:
+    everyone = (0, 1, 2)
+    for told in (World(3).run(_peers), pool.run(_peers, 3)):
+        assert told == [(Peers(rank, everyone, everyone), everyone, True) for rank in range(3)]
+    assert _peers(SoloLink()) == (Peers(0, (0,), (0,)), (0,), True)
+    assert Metered(SoloLink()).peers() == SoloLink().peers()
+    assert [Peers(5, (3, 5, 9), (3, 5)).rank, Peers(5, (3, 5, 9), (3, 5)).size] == [1, 2]
+
+
+class Counting(LinkDecorator):
+    """Counts how often a link is asked who takes part."""
+
+    asked = 0
+
+    def peers(self) -> Peers:
+        self.asked += 1
+        return super().peers()
+
+    @property
+    def size(self) -> int:
+        raise AssertionError("the size of a link is asked, where a round has its peers")
+
+    @property
+    def rank(self) -> int:
+        raise AssertionError("the rank of a link is asked, where a round has its peers")
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "noloco"])
+def test_a_round_asks_once_who_takes_part_and_never_again(name: str) -> None:
+    model, link = model_of(), Counting(SoloLink())
+    opt = build(name, model.parameters(), link, alarm_every=0)
+    train(model, opt, 0, 3 * H)
+    before, rounds = link.asked, opt.rounds + len(opt.engine.queue)
+    train(model, opt, 0, 2 * H, first=3 * H + 1)
+    assert link.asked - before == opt.rounds + len(opt.engine.queue) - rounds > 0
+
+
+# --- Overlap ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tau", [0, 1, 3])
+@pytest.mark.parametrize("merge", ["mean", "rda"])
+def test_diloco_with_tau_is_streaming_diloco_of_one_fragment(tau: int, merge: str) -> None:
+    def worker(link: Link, cls: type, **settings: Any) -> tuple[list[Tensor], list[Tensor], int]:
+        model = model_of()
+        opt = cls(adamw(model.parameters()), link, H=H, tau=tau, merge=merge, **settings)
+        train(model, opt, link.rank, 3 * H + 1)
+        opt.finish()
+        return snapshot(model), opt.slot("anchor"), opt.pending_steps
+
+    diloco = World(3).run(lambda link: worker(link, DiLoCo))
+    streaming = World(3).run(lambda link: worker(link, StreamingDiLoCo, fragments=1, alpha=0.0))
+    for (params, anchor, pending), (theirs, a, _) in zip(diloco, streaming, strict=True):
+        assert_same(params, theirs)
+        assert_same(anchor, a)
+        assert_same(params, diloco[0][0])
+        assert pending == 0
+
+
+def _overlapping(name: str, link: Link, params: Any, tau: int) -> Any:
+    codec = DCT(4) >> TopK(5) >> Sign()
+    if name == "demo":
+        return DeMo(params, link, codec=codec, delay=bool(tau))
+    cls = {"diloco": DiLoCo, "decoupled-diloco": DecoupledDiLoCo}[name]
+    return cls(adamw(params), link, H=H, tau=tau, codec=None if name == "diloco" else codec)
+
+
+@pytest.mark.parametrize("name", ["demo", "diloco", "decoupled-diloco"])
+def test_what_is_in_flight_is_sent_again_after_a_resume_bit_for_bit(name: str) -> None:
+    def worker(link: Link, stop: int) -> list[Tensor]:
+        model = model_of()
+        opt = _overlapping(name, link, model.parameters(), 2)
+        train(model, opt, link.rank, stop)
+        if stop:
+            state, params = opt.state_dict(), snapshot(model)
+            model = model_of(seed=5)
+            with torch.no_grad():
+                for p, saved in zip(model.parameters(), params, strict=True):
+                    p.copy_(saved)
+            opt = _overlapping(name, link, model.parameters(), 2)
+            opt.load_state_dict(state)
+        train(model, opt, link.rank, 3 * H - stop, first=stop + 1)
+        opt.finish()
+        return snapshot(model)
+
+    straight = World(2).run(lambda link: worker(link, 0))
+    for stop in (H, H + 1, H + 2, H + 3):  # right after sending, in flight, applied just now, and between rounds
+        for mine, expected in zip(World(2).run(lambda link, s=stop: worker(link, s)), straight, strict=True):
+            assert_same(mine, expected, f"stopped after step {stop}:")
+
+
+@pytest.mark.parametrize("name", ["diloco", "decoupled-diloco"])
+def test_tau_hides_the_wire_behind_computing(name: str) -> None:
+    def worker(link: Link, tau: int) -> float:
+        model = model_of()
+        opt = _overlapping(name, link, model.parameters(), tau)
+        train(model, opt, link.rank, 2 * H)
+        return link.now()
+
+    network = thinwire.Network(bandwidth=8e3, latency=0.5)
+    waiting, hidden = (World(2, network=network, step_time=1.0).run(lambda link, t=t: worker(link, t))[0] for t in (0, 3))
+    assert hidden < waiting - 0.5, "the round at step H is hidden; the one at the end is still in flight"
+
+
+def test_a_tau_that_makes_no_sense_is_refused() -> None:
+    params = list(model_of().parameters())
+    with pytest.raises(ConfigError, match="tau must be below H=4, so that a round is applied before the next message is made"):
+        DiLoCo(adamw(params), SoloLink(), H=4, tau=4)
+    with pytest.raises(ConfigError, match="pace='speed' needs tau=0"):
+        DiLoCo(adamw(params), SoloLink(), H=4, tau=1, pace="speed")
+    with pytest.raises(ConfigError, match="tau=1 needs a plain number of steps per round"):
+        DiLoCo(adamw(params), SoloLink(), H=thinwire.Warmup(3, thinwire.Every(4)), tau=1)
+    with pytest.raises(ConfigError, match="the published rule applies each worker's own D_i at once: tau must be 0, got 1"):
+        DecoupledDiLoCo(adamw(params), SoloLink(), H=4, tau=1, mode="published")
+
+
+# --- A message that was not counted ------------------------------------------------------------------------------------------
+
+
+class Left(LinkDecorator):
+    """A link on which this worker's own message is not counted in the rounds of these numbers."""
+
+    def __init__(self, link: Link, rounds: set[int]):
+        super().__init__(link)
+        self.rounds, self.seen = rounds, 0
+
+    def post(self, payload: Payload, op: Op) -> Ticket:
+        ticket = super().post(payload, op)
+        self.seen += payload.purpose == "round"
+        return _LeftTicket(ticket, self.rank) if payload.purpose == "round" and self.seen in self.rounds else ticket
+
+
+class _LeftTicket(Ticket):
+    def __init__(self, ticket: Ticket, rank: int):
+        self.ticket, self.rank = ticket, rank
+
+    def _finish(self) -> list[Payload]:
+        return [p for p in self.ticket.wait() if p.sender != self.rank]
+
+
+def _left_out(name: str, link: Link) -> tuple[Any, Any, list[Tensor], list[Tensor]]:
+    """One round in which worker 1 is not counted, as worker 1 sees it."""
+    model = model_of()
+    used = Left(link, {1}) if link.rank == 1 else link
+    opt = build(name, model.parameters(), used, codec=codec_of(name, gather=True), alarm_every=0)
+    every_step = "param" in opt.replicated
+    train(model, opt, link.rank, 0 if every_step else H - 1)
+    step = 1 if every_step else H
+    backward(model, link.rank, step)
+    seen: list[Arrived] = []
+    apply = opt.apply
+    before = {name: [t.clone() for t in opt.slot(name)] for name in opt._slots}
+
+    def watched(arrived: Arrived) -> None:
+        seen.append(arrived)
+        before["param"] = snapshot(model)
+        apply(arrived)
+
+    opt.apply = watched
+    opt.step()
+    return opt, seen[0], before, snapshot(model)
+
+
+@pytest.mark.parametrize("name", ["diloco", "local-sgd"])
+def test_dense_methods_keep_the_progress_that_was_not_counted(name: str) -> None:
+    """x_i <- a' + (x_i - a)."""
+
+    def worker(link: Link) -> None:
+        opt, arrived, before, _ = _left_out(name, link)
+        assert arrived.included == (link.rank != 1)
+        assert arrived.ids == ((0, 2) if link.rank == 1 else (0, 1, 2))
+        trained = [i for i, p in enumerate(opt.param_groups[0]["params"]) if p.requires_grad]
+        for i in arrived.which:
+            now, old = opt.part("param", (i,))[0], before["param"][trained[i]]
+            anchor, was = opt.part("anchor", (i,))[0], before["anchor"][i]
+            expected = anchor if link.rank != 1 else anchor + (old - was)
+            assert torch.equal(now, expected)
+
+    World(3).run(worker)
+
+
+def test_what_was_not_counted_stays_in_the_feedback() -> None:
+    def worker(link: Link) -> tuple[list[Tensor], list[Tensor]]:
+        opt, arrived, _, _ = _left_out("demo", link)
+        assert arrived.included == (link.rank != 1)
+        alone = Outgoing(opt.params(), opt.codec, slots=[m.clone() for m in opt.slot("momentum")])
+        return opt.slot("momentum"), post(SoloLink(), alone).wait().mean
+
+    results = World(3).run(worker)
+    # Whoever was counted has what was sent taken off; what is left is smaller than the kept momentum of the others.
+    norms = [sum(float(m.norm()) for m in momentum) for momentum, _ in results]
+    assert norms[1] > 2 * max(norms[0], norms[2])
+
+
+@pytest.mark.parametrize("name", ["decoupled-diloco", "mt-dao", "lordo"])
+def test_a_worker_that_was_not_counted_follows_the_others(name: str) -> None:
+    def worker(link: Link) -> tuple[bool, list[Tensor] | None]:
+        opt, arrived, _, _ = _left_out(name, link)
+        return arrived.included, opt.agreed()
+
+    results = World(3).run(worker)
+    assert [included for included, _ in results] == [True, False, True]
+
+
+# --- Numbers that would spoil state ------------------------------------------------------------------------------------------
+
+
+def test_a_value_that_would_overflow_when_squared_is_invalid() -> None:
+    assert all_finite([torch.tensor([1e17, -1e17])], LARGEST)
+    assert not all_finite([torch.tensor([1.0, -2e18])], LARGEST)
+    assert not all_finite([torch.tensor([3e38])], LARGEST)
+    assert not all_finite([torch.tensor([math.nan])], LARGEST)
+    assert all_finite([torch.tensor([3e38]), torch.empty(0)])
+    t = torch.tensor([1.0, math.nan, math.inf, -math.inf, 3e38, -2.0])
+    zero_invalid_([t])
+    assert t.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0, -2.0]
+
+
+@pytest.mark.parametrize("value", [3e38, -3e38, 1e30, math.inf])
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_one_huge_gradient_leaves_nothing_in_any_state_and_training_goes_on(name: str, value: float) -> None:
+    def worker(link: Link) -> tuple[list[Tensor], int, dict[str, list[Tensor]]]:
+        model = model_of()
+        opt = build(name, model.parameters(), link, codec=codec_of(name, gather=True), alarm_every=1)
+        for step in range(1, 4 * H + 1):
+            backward(model, link.rank, step)
+            if link.rank == 1 and step == H + 1:
+                model.first.weight.grad[0, 0] = value
+                model.second.weight.grad.fill_(value)
+            opt.step()
+            opt.zero_grad()
+        opt.finish()
+        for p, entries in [*opt.state.items(), *getattr(getattr(opt, "inner", None), "state", {}).items()]:
+            for key, t in entries.items():
+                if isinstance(t, Tensor):
+                    assert all_finite([t], 1e6), f"{key} of {tuple(p.shape)}: {t.abs().max()}"
+        return snapshot(model), opt.aborted_rounds, shared(opt)
+
+    results = World(3).run(worker)
+    for params, aborted, state in results:
+        assert all_finite(params, 1e3)
+        assert aborted <= 1, "at most the round of that gradient is refused"
+        for key, tensors in state.items():
+            assert_same(tensors, results[0][2][key], key)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize("name", ["demo", "data-parallel"])
+def test_a_worker_with_nan_in_replicated_parameters_takes_them_from_the_others(
+    name: str, bad: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def worker(link: Link) -> tuple[list[Tensor], int, float]:
+        model = model_of()
+        opt = build(name, model.parameters(), link, alarm_every=1)
+        train(model, opt, link.rank, 3)
+        if link.rank == bad:
+            with torch.no_grad():
+                model.second.weight.fill_(math.nan)
+        train(model, opt, link.rank, 5, first=4)
+        return snapshot(model), opt.aborted_rounds, opt.drift()
+
+    results = World(3).run(worker)
+    for params, aborted, drift in results:
+        assert all_finite(params)
+        assert_same(params, results[0][0])
+        assert (aborted, drift) == (1, 0.0)
+    assert f"the replicated state of rank {bad} held NaN or Inf: it was taken from the other workers" in caplog.text
+
+
+def _lost_parameters(link: Link) -> list[Tensor]:
+    model = model_of()
+    opt = DeMo(model.parameters(), link, alarm_every=1)
+    train(model, opt, link.rank, 2)
+    if link.rank == 0:
+        with torch.no_grad():
+            model.first.bias.fill_(math.nan)
+    train(model, opt, link.rank, 3, first=3)
+    return snapshot(model)
+
+
+def test_real_processes_take_replicated_parameters_from_each_other_too(pool: Pool) -> None:
+    simulated, real = World(2).run(_lost_parameters), pool.run(_lost_parameters, 2)
+    for params in real:
+        assert_same(params, simulated[0])
+
+
+# --- Damage that one receiver alone sees -------------------------------------------------------------------------------------
+
+
+class Damaged(LinkDecorator):
+    """A link on which what this worker receives of rank 0 in the rounds of these numbers has a flipped bit."""
+
+    def __init__(self, link: Link, rounds: set[int]):
+        super().__init__(link)
+        self.rounds, self.seen = rounds, 0
+
+    def post(self, payload: Payload, op: Op) -> Ticket:
+        ticket = super().post(payload, op)
+        self.seen += payload.purpose == "round"
+        return _DamagedTicket(ticket) if payload.purpose == "round" and self.seen in self.rounds else ticket
+
+
+class _DamagedTicket(Ticket):
+    def __init__(self, ticket: Ticket):
+        self.ticket = ticket
+
+    def _finish(self) -> list[Payload]:
+        first, *others = self.ticket.wait()
+        data = first.data.clone()
+        data[-1] ^= 1
+        return [replace(first, data=data), *others]
+
+
+def _damaged(link: Link, name: str, rounds: set[int]) -> tuple[str, int, list[Tensor], dict[str, list[Tensor]]]:
+    model = model_of()
+    used = Damaged(link, rounds) if link.rank == 2 else link
+    opt = build(name, model.parameters(), used, codec=codec_of(name, gather=True), alarm_every=1)
+    try:
+        train(model, opt, link.rank, 4 * H)
+        opt.finish()
+    except WireError as error:
+        return str(error), opt.aborted_rounds, snapshot(model), {}
+    return "", opt.aborted_rounds, snapshot(model), shared(opt)
+
+
+GATHERED = [name for name in ALGORITHMS if name not in ("noloco", "streaming-diloco")]
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_a_message_that_one_receiver_cannot_read_is_applied_by_nobody_and_replicas_stay_equal(name: str) -> None:
+    results = World(3).run(lambda link: _damaged(link, name, {2}))
+    for error, aborted, params, state in results:
+        assert error == ""
+        assert aborted == 1
+        for key, tensors in state.items():
+            assert_same(tensors, results[0][3][key], key)
+        assert_close(params, results[0][2])
+
+
+def test_damage_in_round_after_round_ends_in_the_same_error_on_all_workers(pool: Pool) -> None:
+    rounds = {2, 3, 4}
+    for results in (World(3).run(lambda link: _damaged(link, "demo", rounds)), pool.run(_damaged, 3, "demo", rounds)):
+        for error, aborted, params, _ in results:
+            assert "rank 2 could not read the messages" in error
+            assert "in 3 rounds in a row" in error
+            assert aborted == 3
+            assert_same(params, results[0][2])
+
+
+def test_a_damaged_round_is_an_aborted_one() -> None:
+    assert issubclass(DamagedRound, thinwire.errors.RoundAborted) and not issubclass(DamagedRound, NonFiniteRound)

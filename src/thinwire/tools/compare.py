@@ -163,10 +163,16 @@ def _one_by_one(runs: Sequence[Run], place: Place, progress: _Progress) -> Itera
         progress.ended()
 
 
+def run_one(run: Run, place: Place, console: Console) -> Record:
+    """Make one run in its folder, and read its record."""
+    _prepare(run, place)
+    place.run(run.folder, console)
+    return record_of(run.folder)
+
+
 def _attempt(run: Run, place: Place, console: Console) -> str | None:
     try:
-        _prepare(run, place)
-        place.run(run.folder, console)
+        run_one(run, place, console)
     except ThinwireError as error:
         return str(error)
     except SystemExit as error:

@@ -20,6 +20,7 @@ from thinwire.network import Network, parse_bandwidth, show_bandwidth, show_seco
 from thinwire.sim import World
 from thinwire.tools import advice
 from thinwire.tools.advice import METHODS, Wishes, advise, loss_at
+from thinwire.tools.build import optimizer_of, task_of
 from thinwire.tools.commands.plan import main
 from thinwire.tools.config import RunConfig
 from thinwire.tools.plan import (
@@ -42,7 +43,7 @@ from thinwire.tools.plan import (
     with_H,
     with_k,
 )
-from thinwire.tools.train import Trainer, optimizer_of, task_of
+from thinwire.tools.train import Trainer
 
 NETWORK = Network(bandwidth=2e6, latency=0.003)
 STEP = 0.05  # seconds; a message of the model below takes about as long

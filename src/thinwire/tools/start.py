@@ -12,8 +12,8 @@ import torch
 
 from thinwire.errors import ConfigError
 from thinwire.links import SoloLink
+from thinwire.tools.build import device_of, optimizer_of, task_of
 from thinwire.tools.config import RunConfig, about_run, check_same_run, new_folder, now, read_run_toml, write_run_toml
-from thinwire.tools.train import device_of, optimizer_of, task_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,22 +11,18 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from thinwire import checkpoint
-from thinwire.algorithms import DataParallel, found
-from thinwire.codecs import parse_codec
-from thinwire.core.gates import handshake, running_statistics, tell_all
+from thinwire.core.gates import handshake, tell_all
 from thinwire.core.optimizer import Algorithm
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import CheckpointError, ConfigError, NonFiniteRound, TrainingDiverged
 from thinwire.links import Link, Metered, SoloLink, TorchLink
 from thinwire.links.ddp import MeteredDDP
 from thinwire.payload import Payload
-from thinwire.tasks import make_task
 from thinwire.tasks.task import Task
-from thinwire.tools.config import ALONE, RunConfig, resolve_algorithm
-from thinwire.tools.inner import inner_of, refuse_slow_settings
+from thinwire.tools.build import clips_itself, device_of, optimizer_of, task_of, warm_optimizer_of
+from thinwire.tools.config import ALONE, RunConfig
 
 log = logging.getLogger("thinwire")
 
@@ -338,73 +332,6 @@ class Trainer:
     def _stop_clock(self) -> None:
         self.seconds += self.link.now() - self._before
         self._before = -1.0
-
-
-def device_of(config: RunConfig) -> torch.device:
-    """Where this worker computes: its own GPU, or the CPU."""
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no GPU on this machine")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-
-
-def task_of(config: RunConfig, workers: int) -> Task:
-    """The config's task for this number of workers."""
-    return make_task(
-        config.task, seed=config.seed, workers=workers, batch=config.batch, data=config.data, non_iid=config.non_iid
-    )
-
-
-def warm_optimizer_of(config: RunConfig, model: nn.Module, link: Link) -> Algorithm:
-    """Averaged gradients around the inner optimizer that the config's algorithm will have, or one of its kind."""
-    inner = _inner_for(config, model)
-    if inner is None:
-        cls = found()[resolve_algorithm(config.algorithm, found())[0]]
-        inner = inner_of(cls.warm_inner, model, config, K=config.settings.get("H", 32))
-    return DataParallel(inner, link, clip_norm=config.clip_norm, buffers=running_statistics(model))
-
-
-def _inner_for(config: RunConfig, model: nn.Module) -> Optimizer | None:
-    """A new inner optimizer for the config's algorithm, None where it has none."""
-    name, fixed = resolve_algorithm(config.algorithm, found())
-    cls = found()[name]
-    if not issubclass(cls, Wrapper):
-        refuse_slow_settings(config, config.algorithm)
-        if config.inner is not None:
-            raise ConfigError(f"{config.algorithm} is an optimizer itself and has no inner one, got --inner {config.inner}")
-        return None
-    settings = {**fixed, **config.settings}
-    H = inspect.signature(cls.__init__).parameters.get("H")
-    K = settings.get("K_u") or settings.get("H", H.default if H else 32)
-    return inner_of(config.inner or settings.get("inner", cls.usual_inner), model, config, K=K)
-
-
-def optimizer_of(config: RunConfig, model: nn.Module, link: Link, *, inner: Optimizer | None = None) -> Algorithm:
-    """The config's algorithm around its inner optimizer, or around one that has been at work before."""
-    algorithms = found()
-    name, fixed = resolve_algorithm(config.algorithm, algorithms)
-    cls, settings = algorithms[name], {**fixed, **config.settings}
-    settings.pop("inner", None)
-    prescribed = settings.pop("wire", None)
-    if wire := config.wire or prescribed:
-        settings["codec"] = parse_codec(wire)
-    if statistics := running_statistics(model):
-        settings["buffers"] = statistics
-    make: Any = cls
-    if clips_itself(cls):
-        settings["clip_norm"] = config.clip_norm
-    if issubclass(cls, Wrapper):
-        return make(inner or _inner_for(config, model), link, **settings)
-    _inner_for(config, model)  # refuses settings of an inner optimizer
-    known = inspect.signature(cls.__init__).parameters
-    own = {"lr": config.lr, "weight_decay": config.weight_decay}
-    return make(model.parameters(), link, **{k: v for k, v in own.items() if k in known}, **settings)
-
-
-def clips_itself(cls: type[Algorithm]) -> bool:
-    """Whether a method has a place of its own for clipping; for all others the loop does it, worker by worker."""
-    return "clip_norm" in inspect.signature(cls.__init__).parameters
 
 
 def _passed(period: int, before: int, now: int) -> bool:

@@ -19,9 +19,9 @@ from thinwire.maths.outer import Merge
 from thinwire.network import Op
 from thinwire.payload import Payload
 from thinwire.schedules import Every, Periods, Schedule, Staggered, Union, Warmup
+from thinwire.tools.build import optimizer_of, warm_optimizer_of
 from thinwire.tools.config import ALONE, RunConfig
 from thinwire.tools.plan.shapes import on_meta
-from thinwire.tools.train import optimizer_of, warm_optimizer_of
 
 BACKWARD = 2 / 3  # of a step: a backward pass has twice the matrix products of a forward pass
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes after which torch's DDP closes its first and its other buckets

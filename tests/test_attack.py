@@ -166,7 +166,7 @@ def test_settings_of_ones_own_are_never_too_long_to_tell_what_differs() -> None:
 
 def _words(link: Link, raw: bytes, kind: type) -> tuple[str, str]:
     if link.rank == 0:
-        link = Hostile(link, "word of worker 0", text(raw))
+        link = Hostile(link, "broadcast metrics", text(raw))
     return outcome(lambda: tell_all(link, {"loss": 1.0}, kind))
 
 
@@ -192,7 +192,7 @@ CONFIG, AT_HOME = RunConfig(algorithm="diloco", task="quadratic"), "runs/diloco-
 def test_worker_0_does_not_decide_where_others_write(told: str, out: str | None) -> None:
     def worker(link: Link) -> tuple[str, str]:
         if link.rank == 0:
-            link = Hostile(link, "word of worker 0", text(json.dumps({"folder": told}).encode()))
+            link = Hostile(link, "broadcast metrics", text(json.dumps({"folder": told}).encode()))
             return outcome(lambda: tell_all(link, {}, str))
         return outcome(lambda: _agree_on_folder(CONFIG, TrainPlace(out=out), link))
 
@@ -219,7 +219,7 @@ def test_honest_figures_arrive_even_if_they_are_not_finite_or_whole() -> None:
 def test_figures_that_are_too_long_are_refused_on_all_workers() -> None:
     raw = json.dumps({f"figure {i}": 1.0 for i in range(10_000)}).encode()
     said = assert_ended_alike(World(2).run(lambda link: _words(link, raw, float)), WireError)
-    assert "bytes for 'word of worker 0', at most 65536 are allowed" in said
+    assert "bytes for 'broadcast metrics', at most 65536 are allowed" in said
 
 
 def _training(link: Link, purpose: str, forge: Forge, only: int | None, **settings: Any) -> tuple[str, str, list[bool]]:
@@ -367,7 +367,7 @@ ATTACKS: dict[str, list[tuple[Callable[..., tuple[str, str]], tuple[Any, ...], t
 }
 ELSEWHERE = {
     "handshake": "test_a_hostile_handshake_ends_on_all_workers_with_a_short_message",
-    "word of worker 0": "test_hostile_figures_are_refused_on_all_workers",
+    "broadcast metrics": "test_hostile_figures_are_refused_on_all_workers",
     "culprits": "test_a_worker_that_hides_its_nan_from_ddp_stops_all",
 }
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from thinwire.links.roll_call import holds_store
+from thinwire.links.rendezvous import holds_store
 
 INTERVAL = 0.5  # seconds between two beats
 SILENCE = 2.5  # seconds without a beat after which a rank counts as lost

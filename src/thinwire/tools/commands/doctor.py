@@ -20,7 +20,7 @@ from rich.table import Table
 from thinwire.errors import ConfigError, LinkError, ThinwireError, WireError
 from thinwire.links import Link, connect, disconnect, host_job
 from thinwire.links.heartbeat import Heartbeat
-from thinwire.links.roll_call import in_job
+from thinwire.links.rendezvous import in_job
 from thinwire.network import parse_duration, show_bandwidth, show_bytes, show_seconds
 from thinwire.tools.config import write_whole
 from thinwire.tools.doctor import (

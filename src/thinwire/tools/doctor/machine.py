@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import torch
 
 from thinwire.errors import WireError
-from thinwire.links.roll_call import backends
+from thinwire.links.rendezvous import backends
 from thinwire.network import show_bytes
 from thinwire.tools.config import versions
 from thinwire.tools.namespaces import SBIN

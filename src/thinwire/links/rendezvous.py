@@ -1,4 +1,4 @@
-"""Roll call: join a job, and where somebody does not come, say who."""
+"""Rendezvous: join a job, and name the ranks that do not arrive in time."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _answers(host: str, port: int, timeout: float) -> bool:
 
 
 def _missing(store: dist.Store, rank: int, size: int, timeout: float) -> list[int]:
-    """The ranks that have not answered the roll call by the end of the timeout."""
+    """The ranks that have not joined by the end of the timeout."""
     keys = [f"here/{r}" for r in range(size)]
     deadline = time.monotonic() + timeout
     missing, pause = list(range(size)), 0.02

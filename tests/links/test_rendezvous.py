@@ -1,4 +1,4 @@
-"""Joining a job by roll call: who does not come is named, and nobody waits longer than the timeout."""
+"""Joining a job: a rank that does not come is named, and nobody waits longer than the timeout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from thinwire.errors import ConfigError, LinkError
 from thinwire.links import SoloLink, connect
-from thinwire.links.roll_call import backends, in_job
+from thinwire.links.rendezvous import backends, in_job
 
 
 @pytest.fixture

@@ -37,14 +37,14 @@ def measure(run: Run) -> dict[str, Any]:
     import torch
 
     from thinwire.tools import compare
-    from thinwire.tools.places import Simulated
     from thinwire.tools.records import thinned
+    from thinwire.tools.runners import SimulatedRunner
 
     torch.set_num_threads(1)
     started = time.time()
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as unseen:
         described = compare.Run(run.arm, config_of(run), Path(folder))
-        done = compare.run_one(described, Simulated(step_time="0s"), Console(file=unseen))
+        done = compare.run_one(described, SimulatedRunner(step_time="0s"), Console(file=unseen))
     figures = {name.removeprefix("val_"): value for name, value in done.figures.items() if name.startswith("val_")}
     figures |= {name: done.figures[name] for name in ("payload", "sent", "parameters", "workers")}
     curve = [

@@ -33,7 +33,7 @@ from thinwire.payload import LONGEST, Payload
 from thinwire.tools.commands.train import _agree_on_folder
 from thinwire.tools.config import RunConfig
 from thinwire.tools.doctor import inspect_machine, machine_of, measure, tell_each_other
-from thinwire.tools.start import TrainPlace
+from thinwire.tools.start import TrainFlags
 from thinwire.tools.train import Trainer
 
 Forge = Callable[[Payload], Payload]
@@ -194,7 +194,7 @@ def test_worker_0_does_not_decide_where_others_write(told: str, out: str | None)
         if link.rank == 0:
             link = Hostile(link, "broadcast metrics", text(json.dumps({"folder": told}).encode()))
             return outcome(lambda: tell_all(link, {}, str))
-        return outcome(lambda: _agree_on_folder(CONFIG, TrainPlace(out=out), link))
+        return outcome(lambda: _agree_on_folder(CONFIG, TrainFlags(out=out), link))
 
     _, *others = World(3).run(worker)
     assert "the message of rank 0: the run folder" in assert_ended_alike(others, WireError)
@@ -206,7 +206,7 @@ def test_the_folder_that_all_were_given_is_agreed_on(told: str, out: str | None)
         if link.rank == 0:
             tell_all(link, {"folder": told}, str)
             return None
-        return _agree_on_folder(CONFIG, TrainPlace(out=out), link)
+        return _agree_on_folder(CONFIG, TrainFlags(out=out), link)
 
     assert World(2).run(worker) == [None, Path(told)]
 

@@ -189,7 +189,7 @@ def test_what_the_kernel_lacks_is_shown_and_what_was_made_is_removed(
         (["up", "--bandwidth", "10mbit,20mbit"], "one speed; rates per worker are joined by colons, got '10mbit,20mbit'"),
         (["up", "--bandwidth", "fast"], "bandwidth must look like 100mbit, 1.5gbit or inf"),
         (["up", "--name", "My/Lab"], "a lab's name has small letters, digits and dashes"),
-        (["run", "--bandwidth", "10mbit"], "what shall run? Put it after --"),
+        (["run", "--bandwidth", "10mbit"], "no command given; put it after `--`"),
         (["run", "--", "no-such-program"], "there is no program 'no-such-program' to run"),
         (["run", "--timeout", "0s", "--", "true"], "timeout must be above zero, got '0s'"),
         (["run", "--out", "no/such/folder/x", "--", "true"], "cannot write no/such/folder/x: No such file or directory"),

@@ -23,7 +23,6 @@ from tests.tools.made_records import PARAMETERS, made_comparison, made_record
 from thinwire.errors import ConfigError, MissingDependency
 from thinwire.tools.cli import main
 from thinwire.tools.commands import demo
-from thinwire.tools.places import Simulated
 from thinwire.tools.records import Record, append_record, read_records, thinned
 from thinwire.tools.report import write_report
 from thinwire.tools.report.comparison import Comparison, Sample, comparisons, p_value
@@ -33,6 +32,7 @@ from thinwire.tools.report.figures import drawings
 from thinwire.tools.report.svg import inline_svg
 from thinwire.tools.report.table import headline, show_p, show_times, table
 from thinwire.tools.report.terminal import show
+from thinwire.tools.runners import SimulatedRunner
 
 EVIDENCE = Path(__file__).parents[2] / "benchmarks" / "records" / "evidence.jsonl"
 SPEEDS = [("10mbit", 1e7), ("100mbit", 1e8), ("1gbit", 1e9)]
@@ -566,7 +566,7 @@ def test_the_demo_ends_with_a_report_or_says_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def launch(folder: Path, *_: Any, **__: Any) -> None:  # the same training, without processes
-        Simulated(step_time="10ms").run(folder, Console(file=StringIO()))
+        SimulatedRunner(step_time="10ms").run(folder, Console(file=StringIO()))
 
     monkeypatch.setattr(demo, "launch", launch)
 

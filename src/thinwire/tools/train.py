@@ -220,7 +220,7 @@ class Trainer:
     def _check_numbers(self, last: bool) -> bool:
         """Whether all workers' numbers are fit to be saved; one byte from each, not metered.
 
-        The parameters of some workers may be bad between two rounds: the next round heals them. All workers are past that
+        The parameters of some workers may be bad between two rounds: the next round resets them. All workers are past that
         where the parameters they would go back to are bad; where each one's own are (of a single worker at the end of the run
         only: before, it goes back to the last agreed ones and tries again); or where all losses have been bad for a while.
         Before that, parameters that give none but bad losses are not saved either: they may be finite, and out of all bounds.
@@ -245,7 +245,9 @@ class Trainer:
             raise optimizer.training_diverged(what, since=self.step + 1 - self._bad_losses)
         if any(bad) and not self._save_waits:
             ranks = ", ".join(f"rank {rank}" for rank, flag in enumerate(bad) if flag)
-            log.warning("step %d: NaN or Inf in the parameters of %s, nothing is saved until they are healed", self.step, ranks)
+            log.warning(
+                "step %d: NaN or Inf in the parameters of %s, nothing is saved until they are finite again", self.step, ranks
+            )
         self._save_waits = any(bad)
         return not any(bad) and (last or not all(losses))
 

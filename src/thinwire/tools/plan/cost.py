@@ -14,7 +14,7 @@ from thinwire.tools.config import RunConfig
 from thinwire.tools.plan.messages import BACKWARD, Period, period_of
 
 GOODPUT = 1448 / 1514  # of an Ethernet link: a frame of 1514 bytes has headers of Ethernet, IP and TCP with timestamps
-_LAPS = 4  # periods that the clock runs through at least; the last is measured, when what is under way has settled
+_PERIODS = 4  # periods that the clock runs through at least; the last is measured, when what is under way has settled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ def predict(config: RunConfig, model: nn.Module, cluster: Cluster) -> Prediction
 def cost_of(period: Period, cluster: Cluster) -> Prediction:
     """What a period costs per step."""
     messages, steps = period.messages, period.steps
-    seconds = max(cluster.step_time, _seconds_of_a_lap(period, cluster) / steps)  # not less by a rounding
+    seconds = max(cluster.step_time, _seconds_of_a_period(period, cluster) / steps)  # not less by a rounding
     packing = cluster.codec_time * sum(m.op != "mean" for m in messages) / steps
     return Prediction(
         bytes_per_step=sum(cluster.sent(m.op, m.nbytes) for m in messages) / steps,
@@ -122,14 +122,14 @@ def cost_of(period: Period, cluster: Cluster) -> Prediction:
     )
 
 
-def _seconds_of_a_lap(period: Period, cluster: Cluster) -> float:
+def _seconds_of_a_period(period: Period, cluster: Cluster) -> float:
     """A worker's clock over one period, once what is under way from the periods before has settled."""
     travel = {(m.op, m.nbytes): cluster.seconds(m.op, m.nbytes) for m in period.messages}
-    laps = _LAPS + math.ceil(max((m.needed - m.posted for m in period.messages), default=0.0) / period.steps)
+    periods = _PERIODS + math.ceil(max((m.needed - m.posted for m in period.messages), default=0.0) / period.steps)
     clock = progress = began = 0.0
     wire = Wire()  # one for all messages, which follow each other
     arrival: dict[tuple[int, int], float] = {}
-    for at, what, key in _events(period, laps):
+    for at, what, key in _events(period, periods):
         clock, progress = clock + (at - progress) * cluster.step_time, at
         if what == "post":
             message = period.messages[key[1]]
@@ -137,20 +137,20 @@ def _seconds_of_a_lap(period: Period, cluster: Cluster) -> float:
             arrival[key] = wire.occupy(clock, travel[message.op, message.nbytes])
         elif what == "wait":
             clock = max(clock, arrival.pop(key))
-        elif key[0] == laps - 2:
+        elif key[0] == periods - 2:
             began = clock
-    # In the long run a lap takes no less than the wire is busy; a long tau hides that for more laps than were run.
+    # In the long run a period takes no less than the wire is busy; a long tau hides that for more periods than were run.
     return max(clock - began, sum(travel[m.op, m.nbytes] for m in period.messages))
 
 
-def _events(period: Period, laps: int) -> list[tuple[float, str, tuple[int, int]]]:
-    """What happens in all laps, in order: (step, "post", "wait" or "z: end of the lap", (lap, message))."""
+def _events(period: Period, periods: int) -> list[tuple[float, str, tuple[int, int]]]:
+    """What happens in all periods, in order: (step, "post", "wait" or "z" for the end of one, (period, message))."""
     found: list[tuple[float, str, tuple[int, int]]] = []
-    for lap in range(laps):
-        start = lap * period.steps
-        found.append((start + period.steps, "z", (lap, 0)))
+    for number in range(periods):
+        start = number * period.steps
+        found.append((start + period.steps, "z", (number, 0)))
         for i, m in enumerate(period.messages):
-            # A hair early, so that what a lap ends with is a part of it, whatever rounding does to sums of steps.
+            # A hair early, so that what a period ends with is a part of it, whatever rounding does to sums of steps.
             posted, needed = (start + t - 1e-6 for t in (m.posted, m.needed))
-            found += [(posted, "post", (lap, i)), (needed, "wait", (lap, i))]
-    return sorted(event for event in found if event[0] <= laps * period.steps)
+            found += [(posted, "post", (number, i)), (needed, "wait", (number, i))]
+    return sorted(event for event in found if event[0] <= periods * period.steps)

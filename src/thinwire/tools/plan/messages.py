@@ -173,15 +173,15 @@ def _with_buffers(period: Period, optimizer: Algorithm) -> Period:
         return period
     every, rounds = optimizer.buffers_every, len(period.messages)
     nbytes = message_nbytes(optimizer.link, Dense(), optimizer.buffers)
-    laps = every // math.gcd(every, rounds)
+    repeats = every // math.gcd(every, rounds)
     messages = []
-    for number in range(laps * rounds):
+    for number in range(repeats * rounds):
         later = number // rounds * period.steps
         m = period.messages[number % rounds]
         messages.append(replace(m, posted=m.posted + later, needed=m.needed + later))
         if (number + 1) % every == 0:
             messages.append(Message(m.needed + later, m.needed + later, nbytes, "mean"))
-    return Period(laps * period.steps, tuple(messages))
+    return Period(repeats * period.steps, tuple(messages))
 
 
 def _ddp_messages(params: Sequence[Tensor], backward: float) -> Iterator[Message]:

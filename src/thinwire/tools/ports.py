@@ -144,7 +144,8 @@ def advice(ports: Sequence[Port], *, one_machine: bool) -> list[str]:
         names = ", ".join(f"{p} ({p.owner})" if p.owner else str(p) for p in open_ports[:4])
         more = f" and {len(open_ports) - 4} more" if len(open_ports) > 4 else ""
         todo = (
-            "start it with `thinwire train --workers`, or export GLOO_SOCKET_IFNAME=lo and close the store's port to other machines"
+            "start it with `thinwire train --workers`, or export GLOO_SOCKET_IFNAME=lo and close the store's port to other "
+            "machines"
             if one_machine
             else "give the store an address of a private network (MASTER_ADDR, --rdzv-endpoint), export GLOO_SOCKET_IFNAME, "
             "and close the ports to machines outside of the job"

@@ -40,19 +40,19 @@ class Watch:
     def __init__(self, optimizer: thinwire.MTDAO):
         """Look in at every round."""
         self.ways: list[tuple[Tensor, Tensor]] = []  # the way since the last average, and the momentum it set out with
-        self.optimizer, self.update = optimizer, optimizer.update
+        self.optimizer, self.apply = optimizer, optimizer.apply
         self.start, self.momentum = self._now()
-        optimizer.update = self._watched
+        optimizer.apply = self._watched
 
     def _now(self) -> tuple[Tensor, Tensor]:
         """Parameters, and minus the momentum as the inner optimizer scales it."""
         state = self.optimizer.inner_state()
         return flat(self.optimizer.params()), -flat(state["exp_avg"]) / (flat(state["exp_avg_sq"]).sqrt() + 1e-8)
 
-    def _watched(self) -> None:
+    def _watched(self, arrived: thinwire.Arrived) -> None:
         self.ways.append((flat(self.optimizer.params()) - self.start, self.momentum))
         self.ways = self.ways[-ROUNDS:]
-        self.update()
+        self.apply(arrived)
         self.start, self.momentum = self._now()
 
 

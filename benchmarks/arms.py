@@ -14,6 +14,7 @@ from typing import Any
 
 from thinwire.tools.config import RunConfig
 
+WORKERS = 4
 STEPS = {"gpt-nano": 384, "cnn-fashion": 400}
 BATCH = {"gpt-nano": 4, "cnn-fashion": 32}
 SEEDS = (0, 1, 2)
@@ -75,7 +76,7 @@ class Run:
     @property
     def key(self) -> str:
         """The command that repeats it."""
-        flags = {"algorithm": self.algorithm, "task": self.task, "workers": 4, "steps": self.steps, "batch": self.batch}
+        flags = {"algorithm": self.algorithm, "task": self.task, "workers": WORKERS, "steps": self.steps, "batch": self.batch}
         flags |= {"seed": self.seed, "lr": self.lr, "eval-every": 0, "weight-decay": 0.01}
         flags |= {"wire": f'"{self.wire}"'} if self.wire else {}
         flags |= {name.replace("_", "-"): value for name, value in {**self.run, **self.settings}.items()}

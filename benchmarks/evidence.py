@@ -3,8 +3,8 @@
 Every run is one line of benchmarks/records/evidence.jsonl, written when it ends; what is there already is not run again, so the
 command can be stopped and started at will, and `--jobs` sets how many run at once. `arms.py` says what is compared.
 
-Bytes are those of all messages that one worker makes (payload, not what a ring or an all-gather makes of it), against 4 bytes
-per parameter and step for the gradients of DDP.
+Bytes are those that leave a worker: with M workers a gathered message counts M - 1 times, and a ring all-reduce 2 (M - 1) / M
+times its length. They are compared with the ring of DDP's gradients on as many workers.
 """
 
 from __future__ import annotations
@@ -13,33 +13,53 @@ import json
 import math
 import multiprocessing
 import os
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import tyro
+from rich.console import Console
 
 from benchmarks import record
-from benchmarks.arms import PARTS, SEEDS, Arm, Run, run_of
+from benchmarks.arms import PARTS, SEEDS, WORKERS, Arm, Run, run_of
+from thinwire.network import ddp_bytes
+from thinwire.tools.config import RunConfig
 
 NAME = "evidence"
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Train once, in this process, on simulated workers."""
+    """Train once, in this process, on simulated workers; the runner is that of `thinwire compare`."""
     import torch
 
-    from thinwire import World
-    from thinwire.tools.config import RunConfig
-    from thinwire.tools.train import Trainer, task_of
+    from thinwire.tools import compare
+    from thinwire.tools.records import thinned
+    from thinwire.tools.runners import SimulatedRunner
 
     torch.set_num_threads(1)
-    config = RunConfig(
+    started = time.time()
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as unseen:
+        described = compare.Run(run.arm, config_of(run), Path(folder))
+        done = compare.run_one(described, SimulatedRunner(step_time="0s"), Console(file=unseen))
+    figures = {name.removeprefix("val_"): value for name, value in done.figures.items() if name.startswith("val_")}
+    figures |= {name: done.figures[name] for name in ("payload", "sent", "parameters", "workers")}
+    curve = [
+        {"step": p.step, "loss": round(p.loss, 4), "sent": p.sent, "payload": p.payload, "rounds": p.rounds}
+        for p in thinned(done.curve, most=64)
+    ]
+    return {**asdict(run), "command": run.key, **figures, "seconds": round(time.time() - started, 1), "curve": curve}
+
+
+def config_of(run: Run) -> RunConfig:
+    """The settings of a run, as `thinwire sim` has them."""
+    return RunConfig(
         algorithm=run.algorithm,
         task=run.task,
-        workers=4,
+        workers=WORKERS,
         steps=run.steps,
         seed=run.seed,
         lr=run.lr,
@@ -49,38 +69,6 @@ def measure(run: Run) -> dict[str, Any]:
         settings=run.settings,
         **run.run,
     )
-    task, started = task_of(config, 4), time.time()
-    curve = Curve(run.steps)
-
-    def worker(link: Any) -> dict[str, Any]:
-        trainer = Trainer(config, link, task=task)
-        progress = trainer.run(curve if link.rank == 0 else lambda _: None)
-        numel = sum(p.numel() for p in trainer.model.parameters())
-        totals = trainer.link.meter.totals
-        return {
-            **(progress.validation or {}),
-            "payload": totals.payload,
-            "fewer": 4 * numel * run.steps / totals.payload,
-            "parameters": numel,
-        }
-
-    figures = World(4, step_time=0.0).run(worker)[0]
-    return {**asdict(run), "command": run.key, **figures, "seconds": round(time.time() - started, 1), "curve": curve.points}
-
-
-class Curve:
-    """Training loss and bytes on the way, in at most 64 points; each stands for the mean of the steps since the last."""
-
-    def __init__(self, steps: int):
-        self.every, self.points, self._losses = -(-steps // 64), [], []
-
-    def __call__(self, progress: Any) -> None:
-        """Called after every step of worker 0."""
-        self._losses.append(progress.loss)
-        if progress.step % self.every == 0 or progress.validation:
-            loss, self._losses = sum(self._losses) / len(self._losses), []
-            point = {"step": progress.step, "loss": round(loss, 4), "sent": progress.sent, "payload": progress.payload}
-            self.points.append({**point, "rounds": progress.rounds})
 
 
 def recorded() -> dict[str, dict[str, Any]]:
@@ -159,7 +147,8 @@ def main(part: str = "all", jobs: int = 2) -> None:
                 del under_way[future]
                 row = future.result()
                 record.append(NAME, row)
-                print(f"{row['loss']:.4f}  {row['fewer']:7.1f}x  {row['seconds']:5.0f} s  {row['command']}", flush=True)
+                fewer = ddp_bytes(row["parameters"], row["workers"], row["steps"]) / row["sent"]
+                print(f"{row['loss']:.4f}  {fewer:7.1f}x  {row['seconds']:5.0f} s  {row['command']}", flush=True)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def run(link: Link, task: Any, steps: int, make: Any, *, nbytes: int = 0) -> lis
     for step in range(1, steps + 2):
         if nbytes and step > 1:
             usual = statistics.median(s.compute for s in timeline.steps[-17:-1])
-            wire.network = Network(bandwidth=8 * nbytes / (SYNC_STEPS * usual))
+            wire.wire.network = Network(bandwidth=8 * nbytes / (SYNC_STEPS * usual))
         started = time.perf_counter()
         task.loss(model, task.batch(link.rank, step)).backward()
         timeline.book("compute", started)
@@ -119,7 +119,7 @@ def run(link: Link, task: Any, steps: int, make: Any, *, nbytes: int = 0) -> lis
         opt.zero_grad()
         timeline.book("total", started)
         timeline.steps.append(Step())
-    wire.network = Network()
+    wire.wire.network = Network()
     opt.finish()
     return timeline.steps[1 : steps + 1]
 

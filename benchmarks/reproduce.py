@@ -103,7 +103,7 @@ def main(parts: tuple[str, ...] = tuple(PARTS), jobs: int = 2, lab: bool = True)
         for done, future in enumerate(as_completed(futures), 1):
             part, now = futures[future], future.result()
             then = rows[runs[part].key]
-            off, bytes_off = now["loss"] / then["loss"] - 1, now["payload"] / then["payload"] - 1
+            off, bytes_off = now["loss"] / then["loss"] - 1, now["sent"] / then["sent"] - 1
             allowed = tolerance_of(arm_of(part))
             far += [part] if not abs(off) <= allowed or abs(bytes_off) > 0.001 else []
             table.add_row(part, now["arm"], f"{then['loss']:.4f}", f"{now['loss']:.4f}", f"{off:+.2%}", f"{bytes_off:+.2%}")

@@ -1,4 +1,4 @@
-"""docs/results.md from its text in benchmarks/results.md and the records: `python -m benchmarks.results`.
+"""docs/results.md from its text in benchmarks/results.md, and the README's tables: `python -m benchmarks.results`.
 
 What stands between double braces in the text is filled in from the records. Some figures of finished tables are typed all the
 same: who adds records reads the text again.
@@ -6,7 +6,8 @@ same: who adds records reads the text again.
     {{ table PART }}                      all arms of a part with their best settings, and how they were run
     {{ loss PART / ARM }}                 mean over the seeds
     {{ against PART / ARM / OTHER }}      by how much an arm's loss is above another's, in percent
-    {{ times PART / ARM }}                how many times fewer bytes than gradients at every step
+    {{ times PART / ARM }}                how many times fewer bytes a worker sends than in DDP's ring
+    {{ message PART / ARM / OTHER }}      how many times shorter an arm's messages are than another's
     {{ closed PART / ARM / LOW / HIGH }}  which part of the gap between two others an arm closes
     {{ thin-wire }}                       times on shaped links, bytes of the interface, and what the plan had predicted
     {{ factor WAY / SPEED }}              of these: time per step over the same job alone
@@ -22,7 +23,8 @@ from typing import Any
 from benchmarks import record
 from benchmarks.arms import PARTS, Arm, run_of
 from benchmarks.evidence import best_point, recorded
-from benchmarks.tables import fewer, mean_of, rows_of, table, times
+from benchmarks.readme import README, readme_with_tables
+from benchmarks.tables import fewer, mean_of, rows_of, synchronous, table, times
 
 SOURCE = Path(__file__).parent / "results.md"
 SPEEDS = ("inf", "1gbit", "100mbit", "10mbit")
@@ -63,7 +65,7 @@ def _shown_table(part: str) -> str:
             commands.append(run_of(arm, point, found[0]["seed"]).key)
     dates = sorted({run["date"] for run in runs})
     machines = sorted({f"{run['cores']} cores, torch {run['torch']}, Python {run['python']}" for run in runs})
-    how = f"*Simulated: 4 workers in one process; {'; '.join(machines)}; {', '.join(dates)};"
+    how = f"*Simulated: {runs[0]['workers']} workers in one process; {'; '.join(machines)}; {', '.join(dates)};"
     how += f" `python -m benchmarks.evidence --part {part}`.*"
     repeat = "\n".join(commands).replace("<", "&lt;").replace(">", "&gt;")
     details = f"<details><summary>The command of each row, for its first seed</summary><pre>{repeat}</pre></details>"
@@ -72,8 +74,12 @@ def _shown_table(part: str) -> str:
 
 def _fewer(part: str, name: str) -> str:
     arm, runs = _arm(part, name)
-    synchronous = rows_of(PARTS[part][0], recorded()) if arm.run.get("warm_start") else None
-    return times(fewer(arm, runs, synchronous))
+    return times(fewer(arm, runs, synchronous(part, recorded()).get((arm.task, arm.steps))))
+
+
+def _message(part: str, name: str, other: str) -> str:
+    mine, theirs = (mean_of(_arm(part, arm)[1], "payload") for arm in (name, other))
+    return f"{theirs / mine:.0f}"
 
 
 def _closed(part: str, name: str, low: str, high: str) -> str:
@@ -128,6 +134,7 @@ FILL: dict[str, Callable[..., str]] = {
     "loss": lambda part, name: f"{_loss(part, name):.3f}",
     "against": _against,
     "times": _fewer,
+    "message": _message,
     "closed": _closed,
     "thin-wire": _thin_wire,
     "factor": _factor,
@@ -148,9 +155,10 @@ def page() -> str:
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the page and the README's tables."""
     PAGE.write_text(page(), encoding="utf-8")
-    print(PAGE)
+    README.write_text(readme_with_tables(README.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"{PAGE}\n{README}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.arms import PARTS, Arm, run_of
 from benchmarks.evidence import best_point, recorded
+from thinwire.network import ddp_bytes
 
 
 def rows_of(arm: Arm, rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -23,16 +24,22 @@ def mean_of(runs: list[dict[str, Any]], figure: str) -> float:
     return statistics.fmean(run[figure] for run in runs)
 
 
+def synchronous(part: str, rows: dict[str, dict[str, Any]]) -> dict[tuple[str, int | None], list[dict[str, Any]]]:
+    """The runs of AdamW-DDP that a part is compared with, by task and steps."""
+    dense = [arm for some in (*PARTS.values(), PARTS[part]) for arm in some if arm.name == "AdamW-DDP"]  # the part's own last
+    return {(arm.task, arm.steps): runs for arm in dense if (runs := rows_of(arm, rows))}
+
+
 def table(part: str) -> str:
     """A part's arms as a Markdown table, against AdamW-DDP on the same task in runs of the same length."""
     rows, lines = recorded(), []
     arms = [(arm, runs) for arm in PARTS[part] if (runs := rows_of(arm, rows))]
-    dense = [arm for some in (*PARTS.values(), PARTS[part]) for arm in some if arm.name == "AdamW-DDP"]  # the part's own last
-    base = {(arm.task, arm.steps): runs for arm in dense if (runs := rows_of(arm, rows))}
+    base = synchronous(part, rows)
     images = any("accuracy" in runs[0] for _, runs in arms)
     warm = any(arm.run.get("warm_start") for arm, _ in arms)
     head = "| arm | best settings | loss, mean (range over seeds) | against AdamW-DDP |"
-    bytes_head = " fewer bytes after the warm start |" if warm else " fewer bytes |"
+    workers = ", ".join(sorted({str(run["workers"]) for _, runs in arms for run in runs}))
+    bytes_head = f" fewer bytes sent{' after the warm start' if warm else ''}, {workers} workers |"
     lines += [head + (" accuracy, points against DDP |" if images else "") + bytes_head + " drift | seeds |"]
     lines += ["|---|---|---:|---:|" + ("---:|" if images else "") + "---:|---:|---:|"]
     for arm, runs in arms:
@@ -55,14 +62,13 @@ def table(part: str) -> str:
     return "\n".join(lines)
 
 
-def fewer(arm: Arm, runs: list[dict[str, Any]], synchronous: list[dict[str, Any]] | None) -> float:
-    """How many times fewer bytes than gradients at every step; after a warm start, of the steps that come then."""
-    warm = arm.run.get("warm_start", 0)
-    if not warm or not synchronous:
-        return mean_of(runs, "fewer")
-    steps, parameters = runs[0]["steps"], runs[0]["parameters"]
-    local = mean_of(runs, "payload") - warm * synchronous[0]["payload"] / steps  # a synchronous step sends what it always does
-    return 4 * parameters * (steps - warm) / local
+def fewer(arm: Arm, runs: list[dict[str, Any]], against: list[dict[str, Any]] | None) -> float:
+    """How many times fewer bytes a worker sends than in DDP's ring; after a warm start, in the steps that come then."""
+    steps, parameters, workers = (runs[0][name] for name in ("steps", "parameters", "workers"))
+    sent, warm = mean_of(runs, "sent"), arm.run.get("warm_start", 0) if against else 0
+    if against:
+        sent -= warm * against[0]["sent"] / steps  # a synchronous step sends what it always does
+    return ddp_bytes(parameters, workers, steps - warm) / sent
 
 
 def times(ratio: float) -> str:

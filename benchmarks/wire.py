@@ -73,7 +73,7 @@ class DeMo:
         self.rounds += 1
         m, senders = self.momenta[name], Mean(over="senders")
         got = share(
-            self.link, FAST[name], m, self.grads, round=self.rounds, decay=DECAY, scale=1.0, mean=senders, withdraw=False
+            self.link, FAST[name], m, self.grads, round=self.rounds, decay=DECAY, scale=1.0, mean=senders, invalid=False
         )
         self.link.commit()
         got.take_from(m)

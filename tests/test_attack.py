@@ -35,7 +35,7 @@ from thinwire.payload import LONGEST, Payload
 from thinwire.tools.commands.train import _agree_on_folder
 from thinwire.tools.config import RunConfig
 from thinwire.tools.doctor import inspect_machine, machine_of, measure, tell_each_other
-from thinwire.tools.start import TrainPlace
+from thinwire.tools.start import TrainFlags
 from thinwire.tools.train import Trainer
 
 Forge = Callable[[Payload], Payload]
@@ -168,7 +168,7 @@ def test_settings_of_ones_own_are_never_too_long_to_tell_what_differs() -> None:
 
 def _words(link: Link, raw: bytes, kind: type) -> tuple[str, str]:
     if link.rank == 0:
-        link = Hostile(link, "word of worker 0", text(raw))
+        link = Hostile(link, "broadcast metrics", text(raw))
     return outcome(lambda: tell_all(link, {"loss": 1.0}, kind))
 
 
@@ -194,9 +194,9 @@ CONFIG, AT_HOME = RunConfig(algorithm="diloco", task="quadratic"), "runs/diloco-
 def test_worker_0_does_not_decide_where_others_write(told: str, out: str | None) -> None:
     def worker(link: Link) -> tuple[str, str]:
         if link.rank == 0:
-            link = Hostile(link, "word of worker 0", text(json.dumps({"folder": told}).encode()))
+            link = Hostile(link, "broadcast metrics", text(json.dumps({"folder": told}).encode()))
             return outcome(lambda: tell_all(link, {}, str))
-        return outcome(lambda: _agree_on_folder(CONFIG, TrainPlace(out=out), link))
+        return outcome(lambda: _agree_on_folder(CONFIG, TrainFlags(out=out), link))
 
     _, *others = World(3).run(worker)
     assert "the message of rank 0: the run folder" in assert_ended_alike(others, WireError)
@@ -208,7 +208,7 @@ def test_the_folder_that_all_were_given_is_agreed_on(told: str, out: str | None)
         if link.rank == 0:
             tell_all(link, {"folder": told}, str)
             return None
-        return _agree_on_folder(CONFIG, TrainPlace(out=out), link)
+        return _agree_on_folder(CONFIG, TrainFlags(out=out), link)
 
     assert World(2).run(worker) == [None, Path(told)]
 
@@ -221,7 +221,7 @@ def test_honest_figures_arrive_even_if_they_are_not_finite_or_whole() -> None:
 def test_figures_that_are_too_long_are_refused_on_all_workers() -> None:
     raw = json.dumps({f"figure {i}": 1.0 for i in range(10_000)}).encode()
     said = assert_ended_alike(World(2).run(lambda link: _words(link, raw, float)), WireError)
-    assert "bytes for 'word of worker 0', at most 65536 are allowed" in said
+    assert "bytes for 'broadcast metrics', at most 65536 are allowed" in said
 
 
 def _training(link: Link, purpose: str, forge: Forge, only: int | None, **settings: Any) -> tuple[str, str, list[bool]]:
@@ -392,7 +392,7 @@ ATTACKS: dict[str, list[tuple[Callable[..., tuple[str, str]], tuple[Any, ...], t
 }
 ELSEWHERE = {
     "handshake": "test_a_hostile_handshake_ends_on_all_workers_with_a_short_message",
-    "word of worker 0": "test_hostile_figures_are_refused_on_all_workers",
+    "broadcast metrics": "test_hostile_figures_are_refused_on_all_workers",
     "culprits": "test_a_worker_that_hides_its_nan_from_ddp_stops_all",
 }
 

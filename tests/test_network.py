@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from thinwire.errors import ConfigError
 from thinwire.network import (
     Network,
+    Wire,
+    ddp_bytes,
     parse_bandwidth,
     parse_duration,
+    per_worker,
     ring_hops,
     ring_traffic,
     show_bytes,
@@ -337,3 +340,27 @@ def test_the_time_of_a_pair_is_that_of_its_two_wires() -> None:
     assert network.seconds("pair", [100, 100], (0, 2)) == 9.0 + 100.0
     assert network.seconds("pair", [100], (0,)) == 0.0
     assert Network(bandwidth=8.0, latency=1.0).seconds("pair", [100, 100]) == 101.0
+
+
+def test_exchanges_follow_each_other_on_the_wire_of_those_that_take_part() -> None:
+    wire = Wire(Network(bandwidth=8.0), workers=3)
+    assert wire.send(1.0, "pair", [10, 10], (0, 1)) == 11.0
+    assert wire.send(2.0, "pair", [5, 5], (0, 1)) == 16.0, "after the one before"
+    assert wire.send(2.0, "pair", [5], (2,)) == 2.0, "nobody to wait for, nothing to send"
+    assert wire.send(3.0, "gather", [1, 1, 1]) == 18.0, "all wait for the two"
+    assert wire.send(30.0, "gather", [1, 1, 1]) == 32.0, "a free wire starts at once"
+    assert Wire().occupy(1.5, 2.0) == 3.5
+
+
+def test_one_number_or_one_per_worker() -> None:
+    assert per_worker("latency", 2, 3) == (2.0, 2.0, 2.0)
+    assert per_worker("latency", [1, 2], 2) == (1.0, 2.0)
+    with pytest.raises(ConfigError, match="latency lists 2 workers, but there are 3"):
+        per_worker("latency", (1.0, 2.0), 3)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 7])
+def test_the_bytes_of_ddp_are_those_of_a_ring(workers: int) -> None:
+    parameters = 7 * 4 * 1000
+    ring = ring_traffic("mean", [4 * parameters] * workers, 0).sent
+    assert ddp_bytes(parameters, workers) == ring and ddp_bytes(parameters, workers, steps=3) == 3 * ring

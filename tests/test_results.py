@@ -6,10 +6,10 @@ import shlex
 from typing import Any
 
 import pytest
-from benchmarks import record, reproduce, results, thin_wire
+from benchmarks import readme, recompute, record, reproduce, results, thin_wire
 from benchmarks.arms import PARTS, run_of
 from benchmarks.evidence import best_point, recorded
-from benchmarks.tables import mean_of
+from benchmarks.tables import fewer, mean_of, rows_of
 
 from thinwire.tools.advice import METHODS, Method
 from thinwire.tools.flags import parse_run
@@ -17,6 +17,31 @@ from thinwire.tools.flags import parse_run
 
 def test_the_page_is_what_its_text_and_the_records_make() -> None:
     assert results.PAGE.read_text(encoding="utf-8") == results.page(), "run python -m benchmarks.results"
+
+
+def test_the_tables_of_the_readme_are_those_of_the_records() -> None:
+    text = readme.README.read_text(encoding="utf-8")
+    assert readme.readme_with_tables(text) == text, "run python -m benchmarks.results"
+    with pytest.raises(SystemExit, match="must have the table 'scratch' once"):
+        readme.readme_with_tables("# thinwire")
+
+
+def test_bytes_of_the_records_are_those_of_the_messages_of_today() -> None:
+    rows = list(recorded().values())
+    for row in rows[:: len(rows) // 20]:
+        assert recompute.recomputed(row) == row, "run python -m benchmarks.recompute"
+    assert all(row["payload"] > 0 and row["workers"] == 4 and row["bytes"] == recompute.HOW for row in rows)
+
+
+def test_fewer_bytes_are_those_that_leave_a_worker() -> None:
+    rows = recorded()
+    arms = {arm.name: arm for arm in PARTS["gpt"]}
+    gathered, reduced = (rows_of(arms[name], rows) for name in ("DeMo 1-bit k=172", "DiLoCo H=8"))
+    assert mean_of(gathered, "sent") == 3 * mean_of(gathered, "payload"), "to each of 3 others"
+    assert mean_of(reduced, "sent") == pytest.approx(1.5 * mean_of(reduced, "payload")), "a ring of 4"
+    dense = 384 * 4 * 820_352
+    assert fewer(arms["DiLoCo H=8"], reduced, None) == pytest.approx(dense / mean_of(reduced, "payload"))
+    assert fewer(arms["DeMo 1-bit k=172"], gathered, None) == pytest.approx(dense / mean_of(gathered, "payload") / 2)
 
 
 def test_a_word_that_cannot_be_filled_in_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

@@ -57,6 +57,15 @@ def ring_traffic(op: Op, sizes: Sequence[int], rank: int) -> Traffic:
     return Traffic(everything - sizes[(rank + 1) % workers], everything - sizes[rank])
 
 
+def ddp_bytes(parameters: int, workers: int, steps: int = 1) -> float:
+    """Bytes that a worker sends when torch's DDP averages float32 gradients at every step: what methods are compared with.
+
+    >>> ddp_bytes(1_000_000, workers=4)
+    6000000.0
+    """
+    return 2 * 4 * parameters * (workers - 1) / workers * steps
+
+
 def ring_hops(op: Op, workers: int) -> int:
     """Sequential messages of a ring collective, or of a pair: each costs one latency."""
     if op == "pair":
@@ -172,9 +181,8 @@ class Network:
     def check(self, workers: int) -> None:
         """Raise a `ConfigError` where a per-worker list does not have `workers` entries."""
         for name in ("bandwidth", "latency", "down"):
-            value = getattr(self, name)
-            if isinstance(value, tuple) and len(value) != workers:
-                raise ConfigError(f"{name} lists {len(value)} workers, but there are {workers}")
+            if (value := getattr(self, name)) is not None:
+                per_worker(name, value, workers)
 
     def seconds(self, op: Op, sizes: Sequence[int], ranks: Sequence[int] | None = None) -> float:
         """How long an exchange takes when all that take part start together: the slowest of them sets the pace.
@@ -195,6 +203,57 @@ class Network:
             sent, received = ring_traffic(op, sizes, place)
             transfer = max(transfer, 8 * sent / up[place], 8 * received / down[place])
         return ring_hops(op, workers) * max(latency) + transfer
+
+
+class Wire:
+    """The wire as a queue: an exchange starts when those that take part are ready and their earlier ones have ended.
+
+    Args:
+        network: bandwidth and latency.
+        workers: how many workers there are.
+    """
+
+    def __init__(self, network: Network | None = None, workers: int = 1):
+        """The wire is free."""
+        self.network = network or Network()
+        self._free_at = [0.0] * workers
+
+    def send(self, at: float, op: Op, sizes: Sequence[int], ranks: Sequence[int] | None = None) -> float:
+        """Take an exchange, and say when it ends.
+
+        Args:
+            at: when the last worker that takes part has posted it, in seconds.
+            op: "mean", "gather", "broadcast" or "pair".
+            sizes: message length in bytes of each worker that takes part, in rank order.
+            ranks: who takes part; everybody by default.
+        """
+        return self.occupy(at, self.network.seconds(op, sizes, ranks), ranks)
+
+    def occupy(self, at: float, seconds: float, ranks: Sequence[int] | None = None) -> float:
+        """Take an exchange of known duration, and say when it ends."""
+        ranks = range(len(self._free_at)) if ranks is None else ranks
+        end = max(at, *(self._free_at[rank] for rank in ranks)) + seconds
+        for rank in ranks:
+            self._free_at[rank] = end
+        return end
+
+
+def per_worker(name: str, value: float | Sequence[float], workers: int) -> tuple[float, ...]:
+    """One value for each worker, of one number for all or of a list.
+
+    Args:
+        name: of the setting, for the error.
+        value: one number, or one per worker.
+        workers: how many there are.
+
+    Raises:
+        ConfigError: where the list has another length.
+    """
+    if not isinstance(value, Sequence):
+        return (float(value),) * workers
+    if len(value) != workers:
+        raise ConfigError(f"{name} lists {len(value)} workers, but there are {workers}")
+    return tuple(float(v) for v in value)
 
 
 def _each(value: float | tuple[float, ...]) -> tuple[float, ...]:

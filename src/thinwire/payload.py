@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 # Bytes that a message may have whose length the sender decides, by its purpose: nothing is allocated for more.
-LONGEST = {"handshake": 1 << 20, "doctor": 1 << 20, "word of worker 0": 1 << 16}
+LONGEST = {"handshake": 1 << 20, "doctor": 1 << 20, "broadcast metrics": 1 << 16}
 LONGEST_OTHERWISE = 1 << 16
 
 

@@ -17,11 +17,11 @@ from thinwire.core.optimizer import Algorithm
 from thinwire.core.wrapper import Wrapper
 from thinwire.links.base import Link
 from thinwire.sharding.shards import local
-from thinwire.tools.config import PRESETS
+from thinwire.tools.config import presets
 
 # Every class by its name, and every preset that fixes some of a class's settings.
-FIXED: dict[str, dict[str, Any]] = {name: fixed for name, (_, fixed) in PRESETS.items() if fixed}
-ALGORITHMS = found() | {name: found()[PRESETS[name][0]] for name in FIXED}
+FIXED: dict[str, dict[str, Any]] = {name: fixed for name, (_, fixed) in presets().items() if fixed}
+ALGORITHMS = found() | {name: found()[presets()[name][0]] for name in FIXED}
 NAMES = list(ALGORITHMS)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from thinwire.algorithms import found
 from thinwire.tools.cli import main
-from thinwire.tools.config import PRESETS
+from thinwire.tools.config import presets
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -132,7 +132,7 @@ def test_the_help_of_train_shows_the_settings_of_the_chosen_algorithm(capsys: py
     assert "--outer-momentum" not in local
 
 
-@pytest.mark.parametrize("name", sorted({*found(), *PRESETS}))
+@pytest.mark.parametrize("name", sorted({*found(), *presets()}))
 def test_every_method_has_a_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """No flag of a method may be called like one of the run."""
     code, out, _ = call(capsys, "sim", "--algorithm", name, "--help")

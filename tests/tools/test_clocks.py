@@ -16,9 +16,10 @@ from thinwire import MTDAO, DataParallel, Link, SoloLink, TorchLink, World, chec
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError
 from thinwire.optim import QHADOPT, QHM, LowRankAdam, QHAdam, QHMuon, propose_beta
+from thinwire.tools.build import optimizer_of, warm_optimizer_of
 from thinwire.tools.cli import main
 from thinwire.tools.config import RunConfig, check_same_run, read_run_toml, write_run_toml
-from thinwire.tools.train import Progress, Trainer, optimizer_of, warm_optimizer_of
+from thinwire.tools.train import Progress, Trainer
 
 
 def config_of(algorithm: str, **settings: Any) -> RunConfig:

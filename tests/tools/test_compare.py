@@ -17,14 +17,14 @@ from rich.console import Console
 
 from tests.tools.test_lab import real
 from thinwire.errors import ConfigError
-from thinwire.tools import places
+from thinwire.tools import runners
 from thinwire.tools.cli import main
-from thinwire.tools.commands.compare import ComparePlace, parse_arms, parse_seeds
+from thinwire.tools.commands.compare import CompareFlags, parse_arms, parse_seeds
 from thinwire.tools.compare import Run, run_all, run_folders
 from thinwire.tools.config import RunConfig
 from thinwire.tools.flags import parse_run
-from thinwire.tools.places import InLab, Processes, Simulated, simulated_as
 from thinwire.tools.records import read_records
+from thinwire.tools.runners import LabRunner, ProcessRunner, SimulatedRunner, simulated_runner
 from thinwire.tools.words import words_of
 
 QUICK = ["--task", "quadratic", "--workers", "2", "--steps", "12", "--eval-every", "4", "--lr", "0.05"]
@@ -43,14 +43,14 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 
 def test_an_arm_is_a_method_with_flags_of_its_own_which_win() -> None:
     words = ["ddp", "diloco --H 16 --lr 0.1", "thin  one = demo --wire 'DCT(64) >> TopK(22) >> Sign()'"]
-    arms, place = parse_arms(words, ["--lr", "0.2", "--steps", "50", "--seeds", "3", "--sim"])
+    arms, flags = parse_arms(words, ["--lr", "0.2", "--steps", "50", "--seeds", "3", "--sim"])
     assert list(arms) == ["ddp", "diloco --H 16 --lr 0.1", "thin one"]
     assert [config.algorithm for config in arms.values()] == ["ddp", "diloco", "demo"]
     assert [config.lr for config in arms.values()] == [0.2, 0.1, 0.2]
     assert arms["diloco --H 16 --lr 0.1"].settings["H"] == 16
     assert arms["thin one"].wire == "DCT(64) >> TopK(22) >> Sign()"
     assert all(config.steps == 50 for config in arms.values())
-    assert (place.seeds, place.sim, place.lab) == ("3", True, False)
+    assert (flags.seeds, flags.sim, flags.lab) == ("3", True, False)
 
 
 def test_an_equals_sign_of_a_flag_names_nothing() -> None:
@@ -128,7 +128,7 @@ def test_a_setting_of_one_method_among_the_flags_of_all_is_explained(capsys: pyt
     code, _, err = call(capsys, "ddp", "diloco", "--H", "32")
     assert code == 2
     assert "--H" in err
-    assert "this was said of the arm 'ddp': settings of one method belong to its arm, such as 'diloco --H 32'" in err
+    assert "the error above is for arm 'ddp': settings of one method belong to its arm, such as 'diloco --H 32'" in err
 
 
 def test_help_shows_how_arms_are_written(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,8 +157,8 @@ def test_not_under_torchrun(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     ],
 )
 def test_the_words_of_a_run_give_the_same_run(flags: str) -> None:
-    config, _ = parse_run("train", flags.split(), ComparePlace)
-    assert parse_run("train", words_of(config), ComparePlace)[0] == config
+    config, _ = parse_run("train", flags.split(), CompareFlags)
+    assert parse_run("train", words_of(config), CompareFlags)[0] == config
 
 
 # --- Running -------------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_a_comparison_records_every_run_and_runs_none_twice(capsys: pytest.Captu
     assert all(len(r.curve) == 12 for r in records)
     about = tomllib.loads((out / "far-seed1" / "run.toml").read_text())["about"]
     assert about["command"].startswith("sim --bandwidth 1mbit --latency 2ms --algorithm diloco --task quadratic --workers 2")
-    assert simulated_as(out / "far-seed1") == Simulated(bandwidth="1mbit", latency="2ms")
+    assert simulated_runner(out / "far-seed1") == SimulatedRunner(bandwidth="1mbit", latency="2ms")
 
     before = (out / "ddp-seed0" / "summary.json").stat().st_mtime_ns
     (out / "far-seed1" / "summary.json").unlink()  # as if it had been killed
@@ -239,10 +239,10 @@ def test_a_folder_of_another_comparison_is_refused(
 
 
 class _Broken:
-    """A place where the second run fails."""
+    """A runner with which the second run fails."""
 
     def __init__(self, error: BaseException):
-        self.error, self.calls, self.inside = error, 0, Simulated()
+        self.error, self.calls, self.inside = error, 0, SimulatedRunner()
         self.name, self.about = self.inside.name, {}
 
     def command(self, config: RunConfig) -> list[str]:
@@ -271,9 +271,9 @@ def _three_runs(out: Path) -> list[Run]:
     ],
 )
 def test_a_run_that_fails_does_not_keep_the_others_from_running(error: BaseException, why: str, tmp_path: Path) -> None:
-    place: Any = _Broken(error)
+    runner: Any = _Broken(error)
     with open(os.devnull, "w") as nobody:
-        failures = run_all(_three_runs(tmp_path), place, tmp_path, jobs=1, console=Console(file=nobody))
+        failures = run_all(_three_runs(tmp_path), runner, tmp_path, jobs=1, console=Console(file=nobody))
     assert [str(failure.run) for failure in failures] == ["ddp, seed 1"]
     assert failures[0].why.startswith(why)
     assert [record.config.seed for record in read_records(tmp_path / "records.jsonl")] == [0, 2]
@@ -283,23 +283,23 @@ def test_a_run_that_fails_does_not_keep_the_others_from_running(error: BaseExcep
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)])
 def test_a_signal_ends_the_whole_comparison(error: BaseException, tmp_path: Path) -> None:
-    place: Any = _Broken(error)
+    runner: Any = _Broken(error)
     with open(os.devnull, "w") as nobody, pytest.raises(type(error)):
-        run_all(_three_runs(tmp_path), place, tmp_path, jobs=1, console=Console(file=nobody))
+        run_all(_three_runs(tmp_path), runner, tmp_path, jobs=1, console=Console(file=nobody))
     assert [record.config.seed for record in read_records(tmp_path / "records.jsonl")] == [0]
 
 
 def test_the_exit_code_says_that_an_arm_failed_and_the_table_has_the_others(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    simulate = places.simulate
+    simulate = runners.simulate
 
     def fails_for_diloco(config: RunConfig, *arguments: Any, **more: Any) -> Any:
         if config.algorithm == "diloco":
             raise ConfigError("no such luck")
         return simulate(config, *arguments, **more)
 
-    monkeypatch.setattr(places, "simulate", fails_for_diloco)
+    monkeypatch.setattr(runners, "simulate", fails_for_diloco)
     code, out, _ = call(capsys, "ddp", "diloco --H 4", *QUICK, "--sim", "--out", str(tmp_path / "c"))
     assert code == 1
     assert out.count("failed: diloco --H 4, seed 0: no such luck") == 2, "when it happens, and at the end"
@@ -307,11 +307,11 @@ def test_the_exit_code_says_that_an_arm_failed_and_the_table_has_the_others(
 
 
 def test_several_simulated_runs_at_once_give_what_one_at_a_time_gives_and_failures_are_said(tmp_path: Path) -> None:
-    place = Simulated(step_time="1ms")
+    runner = SimulatedRunner(step_time="1ms")
     good, *_ = _three_runs(tmp_path / "two")
     bad = Run("bad", replace(good.config, task="gpt-nano", data="/no/such/text"), tmp_path / "two" / "bad-seed0")
     told = io.StringIO()
-    failures = run_all([bad, good], place, tmp_path / "two", jobs=2, console=Console(file=told, width=200))
+    failures = run_all([bad, good], runner, tmp_path / "two", jobs=2, console=Console(file=told, width=200))
     assert [failure.run for failure in failures] == [bad]
     assert "/no/such/text" in failures[0].why and "Traceback" not in failures[0].why
     assert "done: ddp, seed 0, validation loss" in told.getvalue()
@@ -319,7 +319,7 @@ def test_several_simulated_runs_at_once_give_what_one_at_a_time_gives_and_failur
     assert not (good.folder / "error.txt").exists()
 
     alone, *_ = _three_runs(tmp_path / "one")
-    assert run_all([alone], place, tmp_path / "one", jobs=1, console=Console(file=told)) == []
+    assert run_all([alone], runner, tmp_path / "one", jobs=1, console=Console(file=told)) == []
     assert (alone.folder / "metrics.jsonl").read_text() == (good.folder / "metrics.jsonl").read_text()
 
 
@@ -362,17 +362,17 @@ def test_real_processes_go_on_from_a_checkpoint_after_ctrl_c(
 # --- Places --------------------------------------------------------------------------------------------------------------
 
 
-def test_how_places_are_called_and_repeated() -> None:
+def test_how_runners_are_called_and_repeated() -> None:
     config = RunConfig(workers=3)
-    real = Processes(checkpoint_every=5, timeout=1.0)
+    real = ProcessRunner(checkpoint_every=5, timeout=1.0)
     assert (real.name, real.command(config)) == ("processes", ["train"])
-    lab = InLab(bandwidth="100mbit,10mbit,1mbit", down=None, checkpoint_every=5, timeout=1.0)
+    lab = LabRunner(bandwidth="100mbit,10mbit,1mbit", down=None, checkpoint_every=5, timeout=1.0)
     assert lab.name == "lab 100mbit,10mbit,1mbit"
     assert shlex.join(lab.command(config)) == "lab run --workers 3 --bandwidth 100mbit:10mbit:1mbit -- thinwire train"
-    assert InLab(bandwidth="1mbit", down="2mbit", checkpoint_every=5, timeout=1.0).name == "lab 1mbit down 2mbit"
-    assert (Simulated().name, Simulated().command(config), Simulated().about) == ("simulated", ["sim"], {})
-    assert Simulated(latency="20ms", step_time="1ms").name == "simulated inf 20ms"
-    assert Simulated(bandwidth="1mbit", down="5mbit").name == "simulated 1mbit 0ms down 5mbit"
+    assert LabRunner(bandwidth="1mbit", down="2mbit", checkpoint_every=5, timeout=1.0).name == "lab 1mbit down 2mbit"
+    assert (SimulatedRunner().name, SimulatedRunner().command(config), SimulatedRunner().about) == ("simulated", ["sim"], {})
+    assert SimulatedRunner(latency="20ms", step_time="1ms").name == "simulated inf 20ms"
+    assert SimulatedRunner(bandwidth="1mbit", down="5mbit").name == "simulated 1mbit 0ms down 5mbit"
 
 
 def test_a_lab_that_cannot_be_is_refused_before_anything_is_made(

@@ -75,8 +75,8 @@ def test_rates_of_every_worker() -> None:
     assert net.rates_of(2, 5e6) == (Rates(5e6, 5e6), Rates(5e6, 5e6))
     assert net.rates_of(2, [5e6, inf]) == (Rates(5e6, 5e6), Rates(inf, inf))
     assert net.rates_of(2, 110e6, (500e6, 400e6)) == (Rates(110e6, 500e6), Rates(110e6, 400e6))
-    assert str(Rates(110e6, 500e6)) == "110 Mbit/s up, 500 Mbit/s down"
-    assert str(Rates(1.5e9, 1.5e9)) == "1.5 Gbit/s"
+    assert str(Rates(110e6, 500e6)) == "110mbit up, 500mbit down"
+    assert str(Rates(1.5e9, 1.5e9)) == "1.5gbit"
     assert str(Rates()) == "unshaped"
 
 
@@ -86,7 +86,7 @@ def test_rates_of_every_worker() -> None:
         (3, (1e6, 2e6), "bandwidth lists 2 workers, but there are 3"),
         (0, 1e6, "workers must be a whole number of at least 1, got 0"),
         (251, 1e6, "a lab has at most 250 workers, got 251"),
-        (2, 1e3, "the lab shapes to 10 kbit/s and more, got 1 kbit/s"),
+        (2, 1e3, "the lab shapes to 10kbit and more, got 1kbit"),
         (2, -1e6, "bandwidth must be above zero bits per second"),
     ],
 )
@@ -189,7 +189,7 @@ def test_what_the_kernel_lacks_is_shown_and_what_was_made_is_removed(
         (["up", "--bandwidth", "10mbit,20mbit"], "one speed; rates per worker are joined by colons, got '10mbit,20mbit'"),
         (["up", "--bandwidth", "fast"], "bandwidth must look like 100mbit, 1.5gbit or inf"),
         (["up", "--name", "My/Lab"], "a lab's name has small letters, digits and dashes"),
-        (["run", "--bandwidth", "10mbit"], "what shall run? Put it after --"),
+        (["run", "--bandwidth", "10mbit"], "no command given; put it after `--`"),
         (["run", "--", "no-such-program"], "there is no program 'no-such-program' to run"),
         (["run", "--timeout", "0s", "--", "true"], "timeout must be above zero, got '0s'"),
         (["run", "--out", "no/such/folder/x", "--", "true"], "cannot write no/such/folder/x: No such file or directory"),
@@ -381,11 +381,11 @@ def test_a_job_that_takes_too_long_is_ended(name: str) -> None:
 def test_up_status_run_and_down(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert call("up", "--name", name, "--bandwidth", "110mbit:20mbit", "--down", "500mbit") == 0
     out = capfd.readouterr().out
-    assert f"worker 1: namespace thinwire-{name}-1, eth0 10.77.0.2, 20 Mbit/s up, 500 Mbit/s down" in out
+    assert f"worker 1: namespace thinwire-{name}-1, eth0 10.77.0.2, 20mbit up, 500mbit down" in out
     assert f"thinwire lab down --name {name}" in out
 
     assert call("status") == 0
-    assert f"{name} worker 0: thinwire-{name}-0 10.77.0.1, 110 Mbit/s up, 500 Mbit/s down, sent " in capfd.readouterr().out
+    assert f"{name} worker 0: thinwire-{name}-0 10.77.0.1, 110mbit up, 500mbit down, sent " in capfd.readouterr().out
 
     show = "ip -o -4 addr show dev eth0 | grep -o '10.77.0.[0-9]*/'; echo $RANK of $WORLD_SIZE"
     assert call("run", "--name", name, "--bandwidth", "1mbit", "--", "sh", "-c", show) == 0

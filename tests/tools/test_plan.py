@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from thinwire.network import Network, parse_bandwidth, show_bandwidth, show_seco
 from thinwire.sim import World
 from thinwire.tools import advice
 from thinwire.tools.advice import METHODS, Wishes, advise, loss_at
+from thinwire.tools.build import optimizer_of, task_of
 from thinwire.tools.commands.plan import main
 from thinwire.tools.config import RunConfig
 from thinwire.tools.plan import (
@@ -35,12 +37,13 @@ from thinwire.tools.plan import (
     parse_count,
     period_of,
     predict,
+    run_messages,
     smallest_H,
     steps_per_round,
     with_H,
     with_k,
 )
-from thinwire.tools.train import optimizer_of
+from thinwire.tools.train import Trainer
 
 NETWORK = Network(bandwidth=2e6, latency=0.003)
 STEP = 0.05  # seconds; a message of the model below takes about as long
@@ -580,3 +583,35 @@ def test_figures_are_read_and_shown() -> None:
     ]  # fmt: skip
     assert [show_bandwidth(b) for b in (5e4, 2e8, 12.34e9, 2e12)] == ["50kbit", "200mbit", "12.3gbit", "2tbit"]
     assert parse_bandwidth(show_bandwidth(999.9e6)) == 1e9
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        {"algorithm": "ddp", "steps": 5},
+        {"algorithm": "demo", "steps": 9, "warm_start": 4, "wire": "DCT(8) >> TopK(2) >> Sign()"},
+        {"algorithm": "demo", "steps": 5, "settings": {"delay": True}},
+        {"algorithm": "diloco", "steps": 10, "settings": {"H": 4}},
+        {"algorithm": "mt-dao", "steps": 12, "settings": {"H": 2, "K_u": 4, "K_v": 6}},
+        {"algorithm": "streaming-diloco", "steps": 12, "settings": {"H": 4, "fragments": 2, "tau": 1}},
+        {"algorithm": "streaming-diloco", "steps": 11, "warm_start": 2, "settings": {"H": 4, "fragments": 2, "tau": 2}},
+    ],
+    ids=lambda run: " ".join(map(str, run.values())),
+)
+def test_the_messages_of_a_whole_run_are_those_that_its_link_meters(run: dict[str, Any]) -> None:
+    config = RunConfig(task="quadratic", workers=3, **run)
+    task = task_of(config, 3)
+
+    def rounds(link: SimLink) -> list[tuple[int, str]]:
+        trainer = Trainer(config, link, task=task)
+        trainer.run(lambda _: None)
+        return [(e.payload, e.op) for e in trainer.link.meter.recent if e.purpose == "round"]
+
+    planned = run_messages(config, task.model(), workers=3)
+    assert [(m.nbytes, m.op) for m in planned] == World(3, step_time=0.0).run(rounds)[0]
+    assert all(1 <= m.posted <= m.needed <= config.steps for m in planned)
+
+
+def test_a_run_without_a_wire_sends_nothing() -> None:
+    assert run_messages(RunConfig(algorithm="alone"), gpt_like(2000), workers=4) == []
+    assert run_messages(RunConfig(algorithm="demo"), gpt_like(2000), workers=1) == []

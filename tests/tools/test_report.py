@@ -23,7 +23,6 @@ from tests.tools.made_records import PARAMETERS, made_comparison, made_record
 from thinwire.errors import ConfigError, MissingDependency
 from thinwire.tools.cli import main
 from thinwire.tools.commands import demo
-from thinwire.tools.places import Simulated
 from thinwire.tools.records import Record, append_record, read_records, thinned
 from thinwire.tools.report import write_report
 from thinwire.tools.report.comparison import Comparison, Sample, comparisons, p_value
@@ -33,6 +32,7 @@ from thinwire.tools.report.figures import drawings
 from thinwire.tools.report.svg import inline_svg
 from thinwire.tools.report.table import headline, show_p, show_times, table
 from thinwire.tools.report.terminal import show
+from thinwire.tools.runners import SimulatedRunner
 
 EVIDENCE = Path(__file__).parents[2] / "benchmarks" / "records" / "evidence.jsonl"
 SPEEDS = [("10mbit", 1e7), ("100mbit", 1e8), ("1gbit", 1e9)]
@@ -177,13 +177,28 @@ def test_numbers_for_people() -> None:
     assert [show_p(p) for p in (0.0004, 0.0042, 0.0704, 1.0)] == ["<0.001", "0.0042", "0.07", "1.00"]
 
 
-def test_old_evidence_is_compared_by_the_bytes_it_has() -> None:
+def test_old_evidence_is_compared_by_the_bytes_that_its_workers_sent() -> None:
     found = comparisons(read_records(EVIDENCE), best=True)
     first = next(c for c in found if c.title == "gpt-nano, 4 workers, 384 steps, batch 4")
-    assert first.baseline.name == "AdamW-DDP" and first.measure == "payload"
+    assert first.baseline.name == "AdamW-DDP"
     rows = {row["arm"]: row for row in cells(first)}
     assert rows["AdamW-DDP"]["loss"].startswith("1.720") and rows["AdamW-DDP"]["fewer"] == "1.0x", "as in docs/results.md"
-    assert rows["DeMo 1-bit k=172"]["fewer"] == "104x"
+    runs = next(arm for arm in first.arms if arm.name == "DeMo 1-bit k=172").records
+    sent, payload = (sum(run.figures[name] for run in runs) / len(runs) for name in ("sent", "payload"))
+    assert sent == 3 * payload, "a gathered message goes to each of the 3 others"
+    assert rows["DeMo 1-bit k=172"]["fewer"] == show_times(1.5 * 4 * 820_352 * 384 / sent)
+    assert 45 < 1.5 * 4 * 820_352 * 384 / sent < 55
+
+
+def test_an_arm_without_bytes_sent_has_no_ratio() -> None:
+    record = made_record("a")
+    old = replace(record, figures={name: value for name, value in record.figures.items() if name != "sent"})
+    assert only([old]).arms[0].fewer is None
+
+
+def test_later_evidence_is_drawn_over_steps_too() -> None:
+    found = comparisons(read_records(EVIDENCE), best=True)
+    first = next(c for c in found if c.title == "gpt-nano, 4 workers, 384 steps, batch 4")
     assert [d.name for d in drawings(first, speeds=SPEEDS, latency=("0ms", 0.0))] == ["loss-bytes"]
     drawn = [c for c in found if all(r.curve for arm in c.arms for r in arm.records)]
     assert drawn, "later rows have curves, though without a time"
@@ -551,7 +566,7 @@ def test_the_demo_ends_with_a_report_or_says_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def launch(folder: Path, *_: Any, **__: Any) -> None:  # the same training, without processes
-        Simulated(step_time="10ms").run(folder, Console(file=StringIO()))
+        SimulatedRunner(step_time="10ms").run(folder, Console(file=StringIO()))
 
     monkeypatch.setattr(demo, "launch", launch)
 

@@ -14,7 +14,7 @@ from thinwire import Link
 from thinwire.errors import ConfigError, FingerprintMismatch, NonFiniteRound
 from thinwire.links import SoloLink
 from thinwire.tasks.quadratic import QuadraticTask
-from thinwire.tools.config import PRESETS, RunConfig, check_same_run, read_run_toml, resolve_algorithm, write_run_toml
+from thinwire.tools.config import RunConfig, check_same_run, presets, read_run_toml, resolve_algorithm, write_run_toml
 from thinwire.tools.display import MetricsFile
 from thinwire.tools.train import Progress, Trainer
 
@@ -100,7 +100,7 @@ def test_torchs_ddp_passes_the_handshake_too(pool: Pool) -> None:
 
 
 def test_every_preset_is_an_algorithm_with_known_settings() -> None:
-    for name in PRESETS:
+    for name in presets():
         config = RunConfig(algorithm=name, task="quadratic", steps=3, eval_every=0, device="cpu")
         assert Trainer(config, SoloLink()).run(_nobody).step == 3
     with pytest.raises(ConfigError, match="unknown algorithm 'ddpp' \\(did you mean 'ddp'\\?\\)"):

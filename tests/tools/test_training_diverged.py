@@ -20,10 +20,10 @@ from thinwire.errors import TrainingDiverged
 from thinwire.links import SoloLink
 from thinwire.tasks.quadratic import QuadraticTask
 from thinwire.tools.cli import main
-from thinwire.tools.config import PRESETS, RunConfig
+from thinwire.tools.config import RunConfig, presets
 from thinwire.tools.train import Progress, Trainer
 
-NAMES = sorted({*PRESETS, *found()})
+NAMES = sorted({*presets(), *found()})
 QUICK = ["--task", "quadratic", "--workers", "2", "--steps", "24"]
 
 

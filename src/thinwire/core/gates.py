@@ -202,7 +202,7 @@ def tell_all(link: Link, said: dict[str, V], kind: type[V]) -> dict[str, V]:
     Raises:
         WireError: on every worker, when it is not that.
     """
-    message = Payload.of_bytes(json.dumps(said).encode(), purpose="word of worker 0")
+    message = Payload.of_bytes(json.dumps(said).encode(), purpose="broadcast metrics")
     told: dict[str, V] = read_json(link.all_gather(message)[0], 0, dict)
     for name, value in told.items():
         if not isinstance(value, kind) and not (kind is float and type(value) is int):

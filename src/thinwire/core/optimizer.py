@@ -180,13 +180,17 @@ class Algorithm(SlotOptimizer):
 
     def message_sizes(self) -> list[int]:
         """Length in bytes of one worker's message of each kind of round; of a full one where there are no fragments."""
-        before, self.peers, found = self.due, self.link.peers(), []
-        for due in self.kinds_of_rounds():
-            self.due = due
-            with torch.no_grad():
-                found.append(self.send().nbytes(self.peers.size) if self.which(self.due) else 0)
-        self.due = before
-        return found
+        messages = [self.message_of(due) for due in self.kinds_of_rounds()]
+        return [0 if out is None else out.nbytes(self.peers.size) for out in messages]
+
+    @torch.no_grad()
+    def message_of(self, due: tuple[int, ...]) -> Outgoing | None:
+        """What this worker would send in a round in which these states or fragments are due; None of an empty fragment."""
+        before, self.due, self.peers = self.due, due, self.link.peers()
+        try:
+            return self.send() if self.which(due) else None
+        finally:
+            self.due = before
 
     def kinds_of_rounds(self) -> list[tuple[int, ...]]:
         """What is due in each of the rounds in which everything is sent once; one full round for most."""

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("thinwire")
 
 
+VOTE_NBYTES = 1  # of a worker that tells the others whether it could read their messages
 _MOST_IN_FLIGHT = 48  # messages at once whose marks a float64 holds as bits
 
 
@@ -265,7 +266,7 @@ class RoundEngine:
         self.aborted += 1
         if poisoned and "param" in opt.replicated and opt.peers.size > 1:
             self._resync()
-        mine = poisoned and opt.peers.id in refusal.culprits
+        mine = opt.peers.id in _culprits(refusal)
         number, step = opt.rounds if number is None else number, opt.steps if step is None else step
         given_up = self.refusals.count(refusal, number, step)
         if given_up is None:
@@ -285,8 +286,8 @@ class RoundEngine:
 
     def _refusal_of_any_pair(self, refusal: RoundAborted | None, number: int) -> RoundAborted | None:
         """Tell all workers of a round that some pair has refused, so that all can raise: one byte from each."""
-        peers, poisoned = self.opt.peers, isinstance(refusal, NonFiniteRound)
-        said = poisoned + 2 * (poisoned and peers.id in refusal.culprits)
+        peers = self.opt.peers
+        said = isinstance(refusal, NonFiniteRound) + 2 * (peers.id in _culprits(refusal))
         told = self.opt.link.all_gather(Payload.of_bytes(bytes([said]), purpose="refusals", fixed=True))
         heard = {p.sender: int(p.to_bytes()[0]) for p in told}
         if not any(heard.values()):
@@ -332,3 +333,7 @@ class RoundEngine:
         for place, (step, due, which) in enumerate(sent[len(sent) - count :]):
             self.queue.append(InFlight(opt.rounds + place + 1, step, due, which))
         opt.set_counter("in_flight", count)
+
+
+def _culprits(refusal: RoundAborted | None) -> tuple[int, ...]:
+    return refusal.culprits if isinstance(refusal, NonFiniteRound) else ()

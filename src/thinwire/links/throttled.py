@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from thinwire.links.base import Link, LinkDecorator, Ticket, members_of, sizes_of
-from thinwire.network import Network, Op
+from thinwire.network import Network, Op, Wire
 from thinwire.payload import Payload
 
 _BLOCKED = 1e-3  # seconds; a shorter wait is the cost of asking, not of somebody being late
@@ -21,8 +21,7 @@ class Throttled(LinkDecorator):
         """Wrap `link`; `network` gives bandwidth and latency."""
         network.check(link.size)
         super().__init__(link)
-        self.network = network
-        self._free_at = 0.0
+        self.wire = Wire(network, link.size)
 
     def post(self, payload: Payload, op: Op) -> Ticket:
         """Pass on, and note when the transfer started."""
@@ -37,11 +36,10 @@ class _ThrottledTicket(Ticket):
         self.posted = throttled.now()
 
     def _finish(self) -> list[Payload]:
-        wire = self.throttled
-        asked = wire.now()
+        link = self.throttled
+        asked = link.now()
         result = self.ticket.wait()
-        started = wire.now() if wire.now() - asked > _BLOCKED else self.posted
-        seconds = wire.network.seconds(self.op, sizes_of(self.op, result, wire.size), self.members)
-        wire._free_at = max(started, wire._free_at) + seconds
-        wire.elapse(wire._free_at - wire.now())
+        started = link.now() if link.now() - asked > _BLOCKED else self.posted
+        end = link.wire.send(started, self.op, sizes_of(self.op, result, link.size), self.members)
+        link.elapse(end - link.now())
         return result

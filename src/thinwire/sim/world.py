@@ -23,7 +23,7 @@ from typing import TypeVar
 from thinwire.errors import ConfigError, LinkError, WireError, check_whole_number
 from thinwire.links.base import Ticket, check_length, members_of
 from thinwire.links.sim import SimLink
-from thinwire.network import Network, Op
+from thinwire.network import Network, Op, Wire, per_worker
 from thinwire.payload import Payload
 from thinwire.sim.baton import Baton, random_state, set_random_state
 
@@ -66,7 +66,9 @@ class World:
         check_whole_number("size", size)
         self.network = network or Network()
         self.network.check(size)
-        self.step_time = _per_worker(step_time, size)
+        self.step_time = None if step_time is None else per_worker("step_time", step_time, size)
+        if self.step_time is not None and not all(seconds >= 0 for seconds in self.step_time):
+            raise ConfigError(f"step_time must be zero or more seconds, got {step_time!r}")
         self.size, self.seed = size, seed
         self.clocks = [0.0] * size
         self._running = False
@@ -160,7 +162,7 @@ class World:
         self._posts = [0] * self.size
         self._awaited: list[int | None] = [None] * self.size
         self._exchanges: dict[int, _Exchange] = {}
-        self._wire_free = [0.0] * self.size
+        self._wire = Wire(self.network, self.size)
         self._failure: tuple[int, BaseException] | None = None
         self._since = [0.0] * self.size
         self._baton = Baton(self.size, self._can_go_on, seed=self.seed)
@@ -225,10 +227,8 @@ class World:
             payloads = [payloads[members.index(payloads[0].source)]]
         else:
             payloads = [p.of(r) for p, r in zip(payloads, members, strict=True)]
-        started = max(max(self._wire_free[r], exchange.posted[r][1]) for r in members)
-        end = started + self.network.seconds(exchange.op, sizes, members)
+        end = self._wire.send(max(exchange.posted[r][1] for r in members), exchange.op, sizes, members)
         for r in members:
-            self._wire_free[r] = end
             exchange.results[r] = (payloads, end)
 
     def _in_vain(self, rank: int, number: int, exchange: _Exchange) -> LinkError:
@@ -257,14 +257,3 @@ class _SimTicket(Ticket):
 def _paired(rank: int, members: tuple[int, ...]) -> str:
     partner = next((r for r in members if r != rank), None)
     return f"rank {rank} has no partner" if partner is None else f"rank {rank} has rank {partner} for its partner"
-
-
-def _per_worker(step_time: float | Sequence[float] | None, size: int) -> list[float] | None:
-    if step_time is None:
-        return None
-    times = [float(step_time)] * size if isinstance(step_time, int | float) else [float(t) for t in step_time]
-    if len(times) != size:
-        raise ConfigError(f"step_time lists {len(times)} workers, but there are {size}")
-    if not all(t >= 0 for t in times):
-        raise ConfigError(f"step_time must be zero or more seconds, got {step_time!r}")
-    return times

@@ -102,14 +102,14 @@ def _algorithms(arguments: list[str]) -> int:
     from rich.table import Table
 
     from thinwire.algorithms import found
-    from thinwire.tools.config import PRESETS
+    from thinwire.tools.config import presets
     from thinwire.tools.flags import first_line
 
     table = Table("name", "what it does", "equal on all workers", title="thinwire train --algorithm NAME", title_justify="left")
     for name, cls in found().items():
         equal = ", ".join([*sorted(cls.replicated), *(f"{key} after each round" for key in sorted(cls.synced))])
         table.add_row(name, first_line(cls), equal)
-    for name, (base, fixed) in PRESETS.items():
+    for name, (base, fixed) in presets().items():
         settings = ", ".join(f"{k}={v}" for k, v in fixed.items())
         table.add_row(name, f"{base} with {settings}" if fixed else _IN_WORDS[name], "")
     Console().print(table)

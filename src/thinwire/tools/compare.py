@@ -26,9 +26,9 @@ from rich.text import Text
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.network import show_seconds
 from thinwire.tools.config import RunConfig, about_run, check_same_run, read_run_toml, write_run_toml
-from thinwire.tools.places import Place, simulated_as
 from thinwire.tools.processes import Process, a_job
 from thinwire.tools.records import Record, append_record, read_records, record_of
+from thinwire.tools.runners import Runner, simulated_runner
 from thinwire.tools.summary import counted
 from thinwire.tools.words import words_of
 from thinwire.tools.worker import end_with
@@ -76,7 +76,7 @@ def run_folders(names: Sequence[str]) -> list[str]:
 # --- What is there already -----------------------------------------------------------------------------------------------
 
 
-def is_finished(run: Run, place: Place) -> bool:
+def is_finished(run: Run, runner: Runner) -> bool:
     """Whether the run's folder holds this very run, finished.
 
     Raises:
@@ -95,8 +95,8 @@ def is_finished(run: Run, place: Place) -> bool:
     if about.get("arm") != run.arm:
         raise ConfigError(f"{run.folder} holds a run of the arm {about.get('arm')!r}, not of {run.arm!r}; choose another --out")
     was = {name: about[name] for name in ("place", "bandwidth", "down", "latency", "step_time") if name in about}
-    if was != {"place": place.name, **place.about}:
-        told = [", ".join(map(str, words.values())) for words in (was, {"place": place.name, **place.about})]
+    if was != {"place": runner.name, **runner.about}:
+        told = [", ".join(map(str, words.values())) for words in (was, {"place": runner.name, **runner.about})]
         raise ConfigError(f"{run.folder} holds a run that was {told[0]}, now it is {told[1]}; choose another --out")
     return (run.folder / "summary.json").is_file()
 
@@ -104,12 +104,12 @@ def is_finished(run: Run, place: Place) -> bool:
 # --- Running -------------------------------------------------------------------------------------------------------------
 
 
-def run_all(runs: Sequence[Run], place: Place, out: Path, *, jobs: int, console: Console) -> list[Failure]:
+def run_all(runs: Sequence[Run], runner: Runner, out: Path, *, jobs: int, console: Console) -> list[Failure]:
     """Make all runs that are not finished; one that fails does not keep the others from running.
 
     Args:
         runs: what to run, in order.
-        place: where.
+        runner: makes them.
         out: gets records.jsonl.
         jobs: how many at once; more than one only of simulated runs.
         console: where progress is shown.
@@ -117,7 +117,7 @@ def run_all(runs: Sequence[Run], place: Place, out: Path, *, jobs: int, console:
     Returns:
         The runs that failed.
     """
-    finished = [run for run in runs if is_finished(run, place)]
+    finished = [run for run in runs if is_finished(run, runner)]
     recorded = {record.key for record in _recorded(out)}
     for run in finished:  # a kill may have come between a run and its record
         record = record_of(run.folder)
@@ -126,9 +126,9 @@ def run_all(runs: Sequence[Run], place: Place, out: Path, *, jobs: int, console:
     todo = [run for run in runs if run not in finished]
     there = f", {len(finished)} of {len(runs)} are there already" if finished else ""
     console.print(Text(f"{counted(len(runs), 'run')} in {out}{there}"), soft_wrap=True)
-    progress = _Progress(len(runs), len(finished), jobs, console)
+    progress = _RunsLeft(len(runs), len(finished), jobs, console)
     failures = []
-    ended = _one_by_one(todo, place, progress) if jobs == 1 else _side_by_side(todo, place, jobs, progress)
+    ended = _one_by_one(todo, runner, progress) if jobs == 1 else _side_by_side(todo, runner, jobs, progress)
     for run, why in ended:
         if why is None:
             record = record_of(run.folder)
@@ -146,27 +146,33 @@ def _recorded(out: Path) -> list[Record]:
     return read_records(out / RECORDS) if (out / RECORDS).is_file() else []
 
 
-def _prepare(run: Run, place: Place) -> None:
+def _prepare(run: Run, runner: Runner) -> None:
     """Describe the run in its folder; what an earlier attempt left there is gone on from, or overwritten."""
     run.folder.mkdir(parents=True, exist_ok=True)
     (run.folder / ERRORS).unlink(missing_ok=True)
-    command = shlex.join([*place.command(run.config), *words_of(run.config)])
-    about = {"arm": run.arm, "place": place.name, "command": command, "cores": os.cpu_count() or 0, **place.about}
+    command = shlex.join([*runner.command(run.config), *words_of(run.config)])
+    about = {"arm": run.arm, "place": runner.name, "command": command, "cores": os.cpu_count() or 0, **runner.about}
     write_run_toml(run.folder / "run.toml", run.config, **about)
 
 
-def _one_by_one(runs: Sequence[Run], place: Place, progress: _Progress) -> Iterator[tuple[Run, str | None]]:
+def _one_by_one(runs: Sequence[Run], runner: Runner, progress: _RunsLeft) -> Iterator[tuple[Run, str | None]]:
     """Make one run after the other, and say of each why it failed, if it did."""
     for run in runs:
         progress.starts(run)
-        yield run, _attempt(run, place, progress.console)
+        yield run, _attempt(run, runner, progress.console)
         progress.ended()
 
 
-def _attempt(run: Run, place: Place, console: Console) -> str | None:
+def run_one(run: Run, runner: Runner, console: Console) -> Record:
+    """Make one run in its folder, and read its record."""
+    _prepare(run, runner)
+    runner.run(run.folder, console)
+    return record_of(run.folder)
+
+
+def _attempt(run: Run, runner: Runner, console: Console) -> str | None:
     try:
-        _prepare(run, place)
-        place.run(run.folder, console)
+        run_one(run, runner, console)
     except ThinwireError as error:
         return str(error)
     except SystemExit as error:
@@ -179,7 +185,7 @@ def _attempt(run: Run, place: Place, console: Console) -> str | None:
     return None
 
 
-def _side_by_side(runs: Sequence[Run], place: Place, jobs: int, progress: _Progress) -> Iterator[tuple[Run, str | None]]:
+def _side_by_side(runs: Sequence[Run], runner: Runner, jobs: int, progress: _RunsLeft) -> Iterator[tuple[Run, str | None]]:
     """Make several simulated runs at once, each in a process with one thread."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "THINWIRE_LAUNCHER": str(os.getpid())}
     waiting, under_way = list(runs), dict[Process, Run]()
@@ -187,7 +193,7 @@ def _side_by_side(runs: Sequence[Run], place: Place, jobs: int, progress: _Progr
         while waiting or under_way:
             while waiting and len(under_way) < jobs:
                 run = waiting.pop(0)
-                _prepare(run, place)
+                _prepare(run, runner)
                 progress.starts(run)
                 with (run.folder / ERRORS).open("wb") as errors:
                     command = [sys.executable, "-m", "thinwire.tools.compare", str(run.folder)]
@@ -209,7 +215,7 @@ def _why_it_failed(run: Run, code: int) -> str | None:
     return f"{said.splitlines()[-1] if said else f'exit code {code}'} (see {run.folder / ERRORS})"
 
 
-class _Progress:
+class _RunsLeft:
     """Which run of how many is under way, and how long the rest will take."""
 
     def __init__(self, total: int, done: int, jobs: int, console: Console):
@@ -236,7 +242,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     try:
         with open(os.devnull, "w") as nobody:
-            simulated_as(folder).run(folder, Console(file=nobody))
+            simulated_runner(folder).run(folder, Console(file=nobody))
     except ThinwireError as error:
         sys.exit(str(error))
 

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,28 +20,7 @@ import tyro
 import thinwire
 from thinwire.errors import ConfigError, check_not_negative, check_whole_number
 
-# Names of the command line that stand for an algorithm with some of its settings fixed; "wire" is what it sends by default, and
-# "inner" its inner optimizer.
 ALONE = "alone"
-PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ddp": ("data-parallel", {}),
-    ALONE: ("data-parallel", {}),  # around a wire of one worker
-    "local-adam": ("mt-dao", {"inner": "adamw"}),
-    "des-loc": ("mt-dao", {"inner": "adamw", "H": 256, "K_u": 768, "K_v": 1536}),
-    "local-adam-nesterov": ("mt-dao", {"inner": "adamw", "outer_momentum": 0.7}),
-    "demo-v1": (
-        "demo",
-        {"phi": "sign", "whiten": False, "inflow": "lr", "alpha": 1.0, "wire": "DCT(64) >> TopK(32)"},
-    ),
-    "demo-v2": (
-        "demo",
-        {"phi": "sign", "whiten": False, "inflow": "ema", "alpha": 0.2, "wire": "DCT(64) >> TopK(8)"},
-    ),
-    "sparseloco": (
-        "decoupled-diloco",
-        {"H": 30, "beta": 0.95, "outer_lr": 1.0, "over": "workers", "wire": "Identity(64) >> TopK(64) >> TwoBit()"},
-    ),
-}
 
 Inner = Literal["adamw", "adam", "sgd", "momentum", "muon", "qhadam", "qhadopt", "qhm", "qhmuon", "low-rank"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -73,7 +53,7 @@ class RunConfig:
     matrices, adamw of the rest), with slow momenta qhadam, qhadopt, qhm, qhmuon, or low-rank (LoRDO's on one worker). By
     default adamw, and qhadam for mt-dao."""
     qh_betas: tuple[float, ...] | None = None
-    """Of the momenta of qhadam and its kin; by default one that suits the period, see `thinwire beta`."""
+    """Of the momenta of the qh* optimizers; by default one that suits the period, see `thinwire beta`."""
     qh_omegas: tuple[float, ...] | None = None
     """Weights of those momenta, by default 0.95 for one; what is missing to 1 is the weight of the raw gradient."""
     qh_lives: float = 0.0
@@ -82,8 +62,8 @@ class RunConfig:
     """Of the second moment; by default 0.95 and for slow momenta at least the square of their beta, of adam 0.999, of qhadopt
     0.9999."""
     qh_warmup: int | None = None
-    """Steps that qhadam and its kin take as their plain cousins (beta 0.9, omega 1) before they switch to slow ones; by
-    default those of the warm start."""
+    """Steps that the qh* optimizers take without quasi-hyperbolic terms (beta 0.9, omega 1) before they switch to slow momenta;
+    by default those of the warm start."""
     qh_lr_scale: float = 1.0
     """Multiplies the learning rate after that switch."""
     warm_start: int = 0
@@ -142,13 +122,50 @@ class RunConfig:
         return peak * (self.lr_final + (1 - self.lr_final) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
+# Names of the command line that stand for a class method of an algorithm: the settings of a paper.
+_OF_PAPERS = {
+    "des-loc": ("mt-dao", "des_loc"),
+    "demo-v1": ("demo", "v1"),
+    "demo-v2": ("demo", "v2"),
+    "sparseloco": ("decoupled-diloco", "sparseloco"),
+}
+
+
+@cache
+def presets() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Names that stand for an algorithm with some of its settings fixed; "wire" is what it sends, "inner" its inner optimizer.
+
+    Settings that the run has too, such as the learning rate, are left to the run.
+    """
+    from thinwire.algorithms import found  # here, since it brings torch
+
+    run = {f.name for f in fields(RunConfig)}
+    named: dict[str, tuple[str, dict[str, Any]]] = {
+        "ddp": ("data-parallel", {}),
+        ALONE: ("data-parallel", {}),  # around a link of one worker
+        "local-adam": ("mt-dao", {"inner": "adamw"}),
+        "local-adam-nesterov": ("mt-dao", {"inner": "adamw", "outer_momentum": 0.7}),
+    }
+    for name, (algorithm, method) in _OF_PAPERS.items():
+        given = getattr(found()[algorithm], method).__func__(_settings_of, None, None)
+        fixed = {"inner": "adamw"} if algorithm == "mt-dao" else {}
+        fixed |= {setting: value for setting, value in given.items() if setting not in run and setting != "codec"}
+        named[name] = algorithm, fixed | ({"wire": repr(given["codec"])} if "codec" in given else {})
+    return named
+
+
+def _settings_of(*_: object, **settings: Any) -> dict[str, Any]:
+    """Stands in for the class in a class method that makes an optimizer, to learn with which settings it would."""
+    return settings
+
+
 def resolve_algorithm(name: str, known: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The algorithm behind a name of the command line, and the settings that the name fixes."""
-    if name in PRESETS:
-        return PRESETS[name]
+    if name in presets():
+        return presets()[name]
     if name in known:
         return name, {}
-    names = sorted({*known, *PRESETS})
+    names = sorted({*known, *presets()})
     close = difflib.get_close_matches(name, names, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise ConfigError(f"unknown algorithm {name!r}{hint}: choose from {', '.join(names)}")

@@ -14,11 +14,12 @@ from types import TracebackType
 from typing import IO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as ProgressBar
 
 from thinwire.network import show_bytes
-from thinwire.tools import train
 from thinwire.tools.config import write_whole
+from thinwire.tools.train import Progress
 
 log = logging.getLogger("thinwire")
 
@@ -45,11 +46,11 @@ class Display:
             TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(),
         ]
-        self._live = Progress(*columns, console=self.console) if self.console.is_terminal else None
+        self._live = ProgressBar(*columns, console=self.console) if self.console.is_terminal else None
         self._task: TaskID | None = None
         self._last_line = time.monotonic()
         self._validation = ""
-        self._start: train.Progress | None = None
+        self._start: Progress | None = None
 
     def __enter__(self) -> Display:
         """Start drawing."""
@@ -63,7 +64,7 @@ class Display:
         if self._live is not None:
             self._live.stop()
 
-    def __call__(self, progress: train.Progress) -> None:
+    def __call__(self, progress: Progress) -> None:
         """Show where the run stands."""
         self._start = self._start or progress
         if progress.validation:
@@ -74,7 +75,7 @@ class Display:
             self.console.file = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
             os.dup2(self.console.file.fileno(), sys.stdout.fileno())
 
-    def _show(self, progress: train.Progress) -> None:
+    def _show(self, progress: Progress) -> None:
         if self._live is not None and self._task is not None:
             self._live.update(self._task, completed=progress.step, figures=self.figures(progress))
         elif progress.validation or time.monotonic() - self._last_line >= self.interval:
@@ -83,7 +84,7 @@ class Display:
                 f"{self.title}  step {progress.step}/{self.steps}  {self.figures(progress)}", file=self.console.file, flush=True
             )
 
-    def figures(self, progress: train.Progress) -> str:
+    def figures(self, progress: Progress) -> str:
         """Loss, speed, bytes and the share of time spent on the wire, on one line."""
         start = self._start or progress
         seconds, items = progress.seconds - start.seconds, progress.items - start.items
@@ -115,7 +116,7 @@ class MetricsFile:
         except OSError as cause:
             self._give_up(cause)
 
-    def __call__(self, progress: train.Progress) -> None:
+    def __call__(self, progress: Progress) -> None:
         """Write one line; it is on its way to disk when this returns."""
         if self._file is None:
             return

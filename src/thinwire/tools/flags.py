@@ -21,19 +21,19 @@ _ABOUT = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nowhere:
-    """The place of a run that is only described: it has no flags."""
+class NoFlags:
+    """Of a run that is only described."""
 
 
 def parse_run(
-    command: str, arguments: list[str], place_type: Any = Nowhere, saved: RunConfig | None = None, *, about: str = ""
+    command: str, arguments: list[str], flags_type: Any = NoFlags, saved: RunConfig | None = None, *, about: str = ""
 ) -> tuple[RunConfig, Any]:
-    """The config and place that the arguments give.
+    """The config that the arguments give, and the flags beside it.
 
     Args:
         command: which command they were given to; for the help and for errors.
         arguments: the words after it.
-        place_type: a frozen dataclass of what does not change the result of a run; its fields are flags too.
+        flags_type: a frozen dataclass of what does not change the result of a run; its fields are flags too.
         saved: defaults, where not those of `RunConfig`.
         about: more for the help.
     """
@@ -46,11 +46,11 @@ def parse_run(
     def flags(
         run: RunConfig = replace(base, algorithm=chosen, settings={}),  # noqa: B008
         settings: own = own(),  # type: ignore[valid-type] # noqa: B008
-        place: place_type = place_type(),  # type: ignore[valid-type] # noqa: B008
+        place: flags_type = flags_type(),  # type: ignore[valid-type] # noqa: B008
     ) -> tuple[RunConfig, Any, Any]:
         return run, settings, place
 
-    flags.__annotations__ = {"run": RunConfig, "settings": own, "place": place_type}
+    flags.__annotations__ = {"run": RunConfig, "settings": own, "place": flags_type}
     run, settings, place = tyro.cli(
         flags,
         prog=f"thinwire {command}",

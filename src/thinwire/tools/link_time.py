@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from thinwire.errors import ConfigError
-from thinwire.network import Op, parse_bandwidth, parse_duration, ring_hops
+from thinwire.network import Op, Wire, parse_bandwidth, parse_duration, ring_hops
 from thinwire.tools.records import Point, Record
 
 
@@ -56,19 +56,18 @@ def seconds_on_link(
     if not points:
         return []
     hops = ring_hops(_op_of(points[-1], workers), workers)
-    clock = wire_free = 0.0
+    clock, wire = 0.0, Wire()
     before = Point(step=0, loss=0.0, seconds=0.0, waiting=0.0, sent=0, payload=0, rounds=0)
     clocks = []
     for point in points:
         computing = max(0.0, (point.seconds - point.waiting) - (before.seconds - before.waiting))
         rounds = point.rounds - before.rounds
-        wire = 8 * (point.sent - before.sent) / bandwidth + rounds * hops * latency
+        travel = 8 * (point.sent - before.sent) / bandwidth + rounds * hops * latency
         messages = max(1, rounds)  # bytes without a round are a handshake or an alarm
         head_start = tau * computing / max(1, point.step - before.step)
         for _ in range(messages):
             clock += computing / messages
-            wire_free = max(clock - head_start, wire_free) + wire / messages
-            clock = max(clock, wire_free)
+            clock = max(clock, wire.occupy(clock - head_start, travel / messages))
         clocks.append(clock)
         before = point
     return clocks

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import ConfigError, check_whole_number
-from thinwire.network import Network
+from thinwire.network import Network, per_worker, show_bandwidth
 
 WIRE = "eth0"  # a worker's end of its wire, in its own namespace
 MOST_WORKERS = 250  # addresses of one /24
@@ -56,7 +56,8 @@ class Rates:
     down: float = math.inf
 
     def __str__(self) -> str:
-        return show_rate(self.up) if self.up == self.down else f"{show_rate(self.up)} up, {show_rate(self.down)} down"
+        up, down = ("unshaped" if rate == math.inf else show_bandwidth(rate) for rate in (self.up, self.down))
+        return up if up == down else f"{up} up, {down} down"
 
 
 @dataclass(frozen=True)
@@ -96,21 +97,6 @@ class Counters:
         return self.sent - HEADERS * self.packets_sent
 
 
-def show_rate(rate: float) -> str:
-    """Bits per second for people.
-
-    >>> show_rate(100e6)
-    '100 Mbit/s'
-    """
-    if rate == math.inf:
-        return "unshaped"
-    for unit in ("bit/s", "kbit/s", "Mbit/s", "Gbit/s"):
-        if rate < 999.5 or unit == "Gbit/s":
-            break
-        rate /= 1000
-    return f"{rate:.4g} {unit}"
-
-
 def rates_of(
     workers: int, bandwidth: float | Sequence[float], down: float | Sequence[float] | None = None
 ) -> tuple[Rates, ...]:
@@ -124,22 +110,13 @@ def rates_of(
     check_whole_number("workers", workers)
     if workers > MOST_WORKERS:
         raise ConfigError(f"a lab has at most {MOST_WORKERS} workers, got {workers}")
-    network = Network(bandwidth=_settled(bandwidth), down=None if down is None else _settled(down))
-    network.check(workers)
-    ups = _per_worker(network.bandwidth, workers)
-    downs = ups if network.down is None else _per_worker(network.down, workers)
+    ups = per_worker("bandwidth", bandwidth, workers)
+    downs = ups if down is None else per_worker("down", down, workers)
+    Network(bandwidth=ups, down=downs)  # refuses what is not above zero
     for rate in (*ups, *downs):
         if rate < SLOWEST:
-            raise ConfigError(f"the lab shapes to {show_rate(SLOWEST)} and more, got {show_rate(rate)}")
+            raise ConfigError(f"the lab shapes to {show_bandwidth(SLOWEST)} and more, got {show_bandwidth(rate)}")
     return tuple(map(Rates, ups, downs))
-
-
-def _settled(value: float | Sequence[float]) -> float | tuple[float, ...]:
-    return tuple(value) if isinstance(value, Sequence) else value
-
-
-def _per_worker(value: float | tuple[float, ...], workers: int) -> tuple[float, ...]:
-    return value if isinstance(value, tuple) else (value,) * workers
 
 
 # --- What is called -------------------------------------------------------------------------------------------------------

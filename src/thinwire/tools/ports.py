@@ -144,10 +144,11 @@ def advice(ports: Sequence[Port], *, one_machine: bool) -> list[str]:
         names = ", ".join(f"{p} ({p.owner})" if p.owner else str(p) for p in open_ports[:4])
         more = f" and {len(open_ports) - 4} more" if len(open_ports) > 4 else ""
         todo = (
-            "start it with `thinwire train --workers`, or export GLOO_SOCKET_IFNAME=lo and close the store's port to strangers"
+            "start it with `thinwire train --workers`, or export GLOO_SOCKET_IFNAME=lo and close the store's port to other "
+            "machines"
             if one_machine
             else "give the store an address of a private network (MASTER_ADDR, --rdzv-endpoint), export GLOO_SOCKET_IFNAME, "
-            "and close the ports to strangers"
+            "and close the ports to machines outside of the job"
         )
         who = "although all ranks are on this machine" if one_machine else "and whoever connects can write into the job"
         found.append(f"open to more than the job needs: {names}{more}, {who}: {todo}")

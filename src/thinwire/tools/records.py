@@ -240,7 +240,7 @@ def _old_record(row: dict[str, Any]) -> Record:
     same = {name: row[name] for name in ("algorithm", "task", "wire", "lr", "settings", "seed", "steps", "batch")}
     given = ("accuracy", "drift", "mean_loss", "mean_accuracy")
     figures = {
-        **{name: row[name] for name in ("payload", "parameters")},
+        **{name: row[name] for name in ("payload", "sent", "parameters") if name in row},
         **{f"val_{name}": row[name] for name in ("loss", *given) if name in row},
         **{"step": row["steps"], "workers": workers, "shards": 1, "simulated": True},
     }

@@ -11,10 +11,11 @@ from rich.console import Console
 from thinwire.links import SimLink
 from thinwire.network import Network
 from thinwire.sim import World
+from thinwire.tools.build import task_of
 from thinwire.tools.config import RunConfig
 from thinwire.tools.display import Display, MetricsFile
 from thinwire.tools.summary import keep_result, summarise
-from thinwire.tools.train import Progress, Trainer, task_of
+from thinwire.tools.train import Progress, Trainer
 
 
 def simulate(

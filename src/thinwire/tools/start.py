@@ -12,12 +12,12 @@ import torch
 
 from thinwire.errors import ConfigError
 from thinwire.links import SoloLink
+from thinwire.tools.build import check_total, device_of, optimizer_of, task_of
 from thinwire.tools.config import RunConfig, about_run, check_same_run, new_folder, now, read_run_toml, write_run_toml
-from thinwire.tools.train import device_of, optimizer_of, task_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainPlace:
+class TrainFlags:
     """Where a run lives and how it is kept safe; does not change its result."""
 
     out: str | None = None
@@ -30,25 +30,25 @@ class TrainPlace:
     """How long a worker waits for the others before it gives up and names who is missing; longer than an evaluation."""
 
 
-def claim_folder(config: RunConfig, place: TrainPlace, *, where: str | None = None) -> Path:
+def claim_folder(config: RunConfig, flags: TrainFlags, *, where: str | None = None) -> Path:
     """Make the run folder and its run.toml; refuse one that holds another run.
 
     Args:
         config: the run.
-        place: where it lives.
+        flags: say where it is kept.
         where: what a record shall have as its place, "simulated 100mbit 20ms"; by default what the environment variable
             THINWIRE_PLACE says, "lab 100mbit".
     """
-    folder = Path(place.out or new_folder(f"{config.algorithm}-{config.task}"))
+    folder = Path(flags.out or new_folder(f"{config.algorithm}-{config.task}"))
     record = folder / "run.toml"
     if record.exists():
         check_same_run(folder, read_run_toml(record), config)
-        if not place.resume:
+        if not flags.resume:
             raise ConfigError(f"{folder} already holds this run: add --resume to go on with it, or choose another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         command = shlex.join(sys.argv[1:])
-        new = {"resumed": now(), "resumed_by": command} if place.resume else {"command": command, "cores": os.cpu_count() or 0}
+        new = {"resumed": now(), "resumed_by": command} if flags.resume else {"command": command, "cores": os.cpu_count() or 0}
         where = where or os.environ.get("THINWIRE_PLACE")
         wire = {"place": where} if where else {}
         write_run_toml(record, config, **{**about_run(record), **new, **wire})
@@ -70,7 +70,7 @@ def rehearse(config: RunConfig) -> None:
     device_of(config)
     task = task_of(config, config.workers or 2)
     try:
-        optimizer_of(config, torch.nn.Linear(2, 2), SoloLink()).check_total(config.steps)
+        check_total(optimizer_of(config, torch.nn.Linear(2, 2), SoloLink()), config.steps)
     except ValueError as error:  # torch's own, too
         raise ConfigError(str(error)) from error
     if config.shards > 1:

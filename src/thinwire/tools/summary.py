@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from thinwire import network
 from thinwire.errors import ThinwireError
 from thinwire.network import show_bytes
 from thinwire.tools.config import ALONE, write_whole
@@ -73,9 +74,8 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def ddp_bytes(figures: dict[str, Any]) -> float:
-    """What synchronous training with fp32 gradients would have sent per process: 2 * 4 P (M - 1) / M per worker and step."""
-    workers = figures["workers"]
-    return 8 * figures["parameters"] * (workers - 1) / workers * figures["step"] / figures["shards"]
+    """What synchronous training with fp32 gradients would have sent per process: the shards of a worker divide its bytes."""
+    return network.ddp_bytes(figures["parameters"], figures["workers"], figures["step"]) / figures["shards"]
 
 
 def show_summary(folder: Path) -> None:

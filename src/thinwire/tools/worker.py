@@ -25,11 +25,12 @@ from thinwire.errors import CheckpointError, ConfigError, ThinwireError, Trainin
 from thinwire.links import Link, SoloLink, TorchLink, connect, disconnect
 from thinwire.links.heartbeat import Heartbeat
 from thinwire.sharding.mesh import make_mesh, shard_model
+from thinwire.tools.build import device_of
 from thinwire.tools.config import RunConfig, read_run_toml, write_whole
 from thinwire.tools.display import Display, MetricsFile
 from thinwire.tools.processes import EXIT_NOT_SAVED
 from thinwire.tools.summary import NotSaved, keep_result, summarise
-from thinwire.tools.train import Progress, Trainer, device_of
+from thinwire.tools.train import Progress, Trainer
 
 EXIT_FAILED = 3  # this worker met an error it could name; anything else is a crash
 

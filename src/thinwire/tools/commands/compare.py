@@ -19,17 +19,17 @@ from thinwire.tools.compare import RECORDS, Run, run_all, run_folders
 from thinwire.tools.config import RunConfig, new_folder
 from thinwire.tools.flags import parse_run, peek
 from thinwire.tools.namespaces import check_machine
-from thinwire.tools.places import InLab, Place, Processes, Simulated
 from thinwire.tools.records import record_of
 from thinwire.tools.report.comparison import comparisons
 from thinwire.tools.report.terminal import show
+from thinwire.tools.runners import LabRunner, ProcessRunner, Runner, SimulatedRunner
 from thinwire.tools.start import rehearse
 
 EXAMPLE = 'thinwire compare ddp demo "diloco --H 32" --task gpt-nano --workers 4 --seeds 3'
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparePlace:
+class CompareFlags:
     """Where the runs take place and are kept; does not change their results."""
 
     seeds: str = "1"
@@ -62,26 +62,26 @@ def main(arguments: list[str]) -> int:
     words, common = arguments[:first_flag], arguments[first_flag:]
     if {"-h", "--help"} & set(common):
         about = f"Methods come first, each in quotes with flags of its own, and with a name where you like: {EXAMPLE}. "
-        parse_run("compare", ["--help"], ComparePlace, about=about)
+        parse_run("compare", ["--help"], CompareFlags, about=about)
     if not words:
         raise ConfigError(f"name the methods to compare before all flags: {EXAMPLE}")
     if worker_count(1) is not None:
         raise ConfigError("compare starts its workers itself: call it without torchrun")
     arms, flags = parse_arms(words, common)
-    place = _place(flags)
+    runner = _runner(flags)
     runs = _runs(arms, flags)
     for run in runs[: len(arms)]:  # the first seed of each: a typo in the last arm costs nothing
-        _check(run, place)
+        _check(run, runner)
     if flags.lab:
         check_machine()
-    return _compare(runs, place, flags, again=[*words, *common])
+    return _compare(runs, runner, flags, again=[*words, *common])
 
 
-def _compare(runs: list[Run], place: Place, flags: ComparePlace, *, again: list[str]) -> int:
+def _compare(runs: list[Run], runner: Runner, flags: CompareFlags, *, again: list[str]) -> int:
     out, console = runs[0].folder.parent, terminal()
     try:
         out.mkdir(parents=True, exist_ok=True)
-        failures = run_all(runs, place, out, jobs=flags.jobs, console=console)
+        failures = run_all(runs, runner, out, jobs=flags.jobs, console=console)
     except OSError as cause:
         raise ConfigError(f"cannot write the folder of the comparison {out}: {cause.strerror or cause}") from cause
     except KeyboardInterrupt:
@@ -103,8 +103,8 @@ def _compare(runs: list[Run], place: Place, flags: ComparePlace, *, again: list[
 # --- From words to runs --------------------------------------------------------------------------------------------------
 
 
-def parse_arms(words: Sequence[str], common: Sequence[str]) -> tuple[dict[str, RunConfig], ComparePlace]:
-    """The arms by name, and the place that all share.
+def parse_arms(words: Sequence[str], common: Sequence[str]) -> tuple[dict[str, RunConfig], CompareFlags]:
+    """The arms by name, and the flags that all share.
 
     Args:
         words: one per arm: "diloco --H 32", or with a name, "thin = demo --lr 2e-3".
@@ -114,16 +114,16 @@ def parse_arms(words: Sequence[str], common: Sequence[str]) -> tuple[dict[str, R
         if peek(list(common), flag) is not None:
             raise ConfigError(f"{flag} is not for all arms of a comparison: {instead}")
     configs: dict[str, RunConfig] = {}
-    places: dict[str, ComparePlace] = {}
+    given: dict[str, CompareFlags] = {}
     for word in words:
         name, algorithm, own = _arm(word)
         if name in configs:
             raise ConfigError(f"two arms are called {name!r}: give one a name of its own, such as 'other = {algorithm} ...'")
-        configs[name], places[name] = _parse_arm(name, algorithm, own, common)
-    shared = [place for name, place in places.items() if not _arm(words[list(places).index(name)])[2]]
-    first = shared[0] if shared else next(iter(places.values()))
-    for name, place in places.items():
-        if place != first:
+        configs[name], given[name] = _parse_arm(name, algorithm, own, common)
+    shared = [flags for name, flags in given.items() if not _arm(words[list(given).index(name)])[2]]
+    first = shared[0] if shared else next(iter(given.values()))
+    for name, flags in given.items():
+        if flags != first:
             raise ConfigError(f"the arm {name!r} has a flag that is for the whole comparison: put it after the arms")
     return configs, first
 
@@ -145,15 +145,15 @@ def _arm(word: str) -> tuple[str, str, list[str]]:
     return name, parts[0], parts[1:]
 
 
-def _parse_arm(name: str, algorithm: str, own: list[str], common: Sequence[str]) -> tuple[RunConfig, ComparePlace]:
+def _parse_arm(name: str, algorithm: str, own: list[str], common: Sequence[str]) -> tuple[RunConfig, CompareFlags]:
     try:
-        return parse_run("compare", [*common, "--algorithm", algorithm, *own], ComparePlace)
+        return parse_run("compare", [*common, "--algorithm", algorithm, *own], CompareFlags)
     except ConfigError as error:
         raise ConfigError(f"in the arm {name!r}: {error}") from error
     except SystemExit as error:
         if error.code == 2:  # tyro has said what is wrong, but not where
             hint = "settings of one method belong to its arm, such as 'diloco --H 32'"
-            print(f"thinwire: this was said of the arm {name!r}: {hint}", file=sys.stderr)
+            print(f"thinwire: the error above is for arm {name!r}: {hint}", file=sys.stderr)
         raise
 
 
@@ -172,8 +172,8 @@ def parse_seeds(text: str) -> list[int]:
     raise ConfigError(f"seeds must be a number of seeds, such as 3, or different ones, such as 0,5,7, got {text!r}")
 
 
-def _place(flags: ComparePlace) -> Place:
-    """Where the runs take place; flags that this place would ignore are refused."""
+def _runner(flags: CompareFlags) -> Runner:
+    """The runner that the flags ask for; flags that it would ignore are refused."""
     check_whole_number("jobs", flags.jobs)
     if flags.sim and flags.lab:
         raise ConfigError("choose --sim or --lab, not both")
@@ -186,7 +186,7 @@ def _place(flags: ComparePlace) -> Place:
         raise ConfigError(f"--jobs {flags.jobs} needs --sim: real processes would take each other's cores and wire")
     if flags.sim:
         usual = {"bandwidth": flags.bandwidth or "inf", "latency": flags.latency or "0ms"}
-        return Simulated(**usual, down=flags.down, step_time=flags.step_time)
+        return SimulatedRunner(**usual, down=flags.down, step_time=flags.step_time)
     timeout = parse_duration(flags.timeout)
     if timeout <= 0:
         raise ConfigError(f"timeout must be above zero seconds, got {flags.timeout!r}")
@@ -194,11 +194,11 @@ def _place(flags: ComparePlace) -> Place:
     if flags.lab:
         if flags.bandwidth is None:
             raise ConfigError("--lab needs the --bandwidth of its wires, such as 100mbit")
-        return InLab(bandwidth=flags.bandwidth, down=flags.down, checkpoint_every=flags.checkpoint_every, timeout=timeout)
-    return Processes(checkpoint_every=flags.checkpoint_every, timeout=timeout)
+        return LabRunner(bandwidth=flags.bandwidth, down=flags.down, checkpoint_every=flags.checkpoint_every, timeout=timeout)
+    return ProcessRunner(checkpoint_every=flags.checkpoint_every, timeout=timeout)
 
 
-def _runs(arms: dict[str, RunConfig], flags: ComparePlace) -> list[Run]:
+def _runs(arms: dict[str, RunConfig], flags: CompareFlags) -> list[Run]:
     """All runs, one seed after the other, so that there is something to compare early."""
     out = Path(flags.out or new_folder("compare"))
     runs = []
@@ -209,9 +209,9 @@ def _runs(arms: dict[str, RunConfig], flags: ComparePlace) -> list[Run]:
     return runs
 
 
-def _check(run: Run, place: Place) -> None:
+def _check(run: Run, runner: Runner) -> None:
     try:
-        place.check(run.config)
+        runner.check(run.config)
         rehearse(run.config)
     except ConfigError as error:
         raise ConfigError(f"in the arm {run.arm!r}: {error}") from error

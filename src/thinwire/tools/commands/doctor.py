@@ -41,7 +41,7 @@ from thinwire.tools.flags import with_json_name
 from thinwire.tools.plan import parse_count
 from thinwire.tools.ports import Port, advice, at_port, listening, of_job
 from thinwire.tools.processes import a_job, see_through
-from thinwire.tools.start import TrainPlace
+from thinwire.tools.start import TrainFlags
 
 MOST_SHOWN = 8  # ranks of a matrix that fits a screen
 
@@ -191,7 +191,7 @@ def unique(machines: list[Machine]) -> list[Machine]:
 
 def train_timeout() -> float:
     """Seconds that a worker of `thinwire train` waits for the others by default."""
-    return parse_duration(TrainPlace().timeout)
+    return parse_duration(TrainFlags().timeout)
 
 
 def _alone(flags: DoctorFlags, timeout: float) -> Report:

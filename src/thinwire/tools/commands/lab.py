@@ -233,7 +233,9 @@ def _run(arguments: list[str]) -> int:
     command = arguments[end + 1 :]
     flags = tyro.cli(RunFlags, prog="thinwire lab run", args=arguments[:end])
     if not command:
-        raise ConfigError("what shall run? Put it after --: thinwire lab run --bandwidth 10mbit -- thinwire train --steps 100")
+        raise ConfigError(
+            "no command given; put it after `--`: thinwire lab run --bandwidth 10mbit -- thinwire train --steps 100"
+        )
     timeout = parse_duration(flags.timeout)
     if timeout <= 0:
         raise ConfigError(f"timeout must be above zero, got {flags.timeout!r}")

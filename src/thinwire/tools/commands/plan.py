@@ -15,10 +15,10 @@ from torch import nn
 from thinwire.errors import ConfigError
 from thinwire.network import Network, parse_bandwidth, parse_duration, show_bandwidth, show_bytes, show_seconds
 from thinwire.tools.advice import WARM_STEPS, Advice, Offer, Wishes, advise
+from thinwire.tools.build import task_of
 from thinwire.tools.config import RunConfig, write_whole
 from thinwire.tools.flags import one_or_each, with_json_name
 from thinwire.tools.plan import BACKWARD, GOODPUT, Cluster, gpt_like, on_meta, parse_count
-from thinwire.tools.train import task_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,13 @@ from rich.console import Console
 
 from thinwire.tools.config import new_folder
 from thinwire.tools.flags import parse_run
-from thinwire.tools.places import Simulated
-from thinwire.tools.start import TrainPlace, claim_folder, rehearse
+from thinwire.tools.runners import SimulatedRunner
+from thinwire.tools.start import TrainFlags, claim_folder, rehearse
 from thinwire.tools.summary import read_summary, show_summary
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimPlace:
+class SimFlags:
     """The simulated network, and where the run is kept."""
 
     bandwidth: str = "inf"
@@ -31,21 +31,21 @@ class SimPlace:
 
 def main(arguments: list[str]) -> int:
     """Train on simulated workers and report simulated time."""
-    config, place = parse_run("sim", arguments, SimPlace, None)
+    config, flags = parse_run("sim", arguments, SimFlags, None)
 
     config = replace(config, workers=config.workers or 2)
-    where = Simulated(bandwidth=place.bandwidth, down=place.down, latency=place.latency, step_time=place.step_time)
-    where.check(config)
+    runner = SimulatedRunner(bandwidth=flags.bandwidth, down=flags.down, latency=flags.latency, step_time=flags.step_time)
+    runner.check(config)
     rehearse(config)
-    out = place.out or new_folder(f"sim-{config.algorithm}-{config.task}")
-    folder = claim_folder(config, TrainPlace(out=out), where=where.name)
-    where.run(folder, Console())
+    out = flags.out or new_folder(f"sim-{config.algorithm}-{config.task}")
+    folder = claim_folder(config, TrainFlags(out=out), where=runner.name)
+    runner.run(folder, Console())
     show_summary(folder)
     figures = read_summary(folder)
     computing = figures["simulated_seconds"] - figures["waiting"]
-    how = f"{place.step_time} per step" if place.step_time else "computing as fast as one worker does on this machine"
+    how = f"{flags.step_time} per step" if flags.step_time else "computing as fast as one worker does on this machine"
     print(
-        f"simulated time {figures['simulated_seconds']:.1f} s at {place.bandwidth} and {place.latency} ({how}): "
+        f"simulated time {figures['simulated_seconds']:.1f} s at {flags.bandwidth} and {flags.latency} ({how}): "
         f"{computing:.1f} s computing, {figures['waiting']:.1f} s waiting on the wire"
     )
     return 0

@@ -15,7 +15,7 @@ from thinwire.sharding.mesh import worker_count
 from thinwire.tools.config import ALONE, RunConfig, read_run_toml
 from thinwire.tools.flags import parse_run, peek
 from thinwire.tools.launch import launch
-from thinwire.tools.start import TrainPlace, claim_folder, refuse_what_ddp_ignores, rehearse
+from thinwire.tools.start import TrainFlags, claim_folder, refuse_what_ddp_ignores, rehearse
 from thinwire.tools.summary import show_summary
 from thinwire.tools.worker import join, work
 
@@ -23,38 +23,38 @@ from thinwire.tools.worker import join, work
 def main(arguments: list[str]) -> int:
     """Train with real worker processes; under torchrun join the job."""
     saved = _saved_config(arguments)
-    config, place = parse_run("train", arguments, TrainPlace, saved)
+    config, flags = parse_run("train", arguments, TrainFlags, saved)
 
-    timeout = parse_duration(place.timeout)
+    timeout = parse_duration(flags.timeout)
     if timeout <= 0:
-        raise ConfigError(f"timeout must be above zero seconds, got {place.timeout!r}")
-    if place.checkpoint_every < 0:
-        raise ConfigError(f"checkpoint-every must be at least 0, got {place.checkpoint_every}")
+        raise ConfigError(f"timeout must be above zero seconds, got {flags.timeout!r}")
+    if flags.checkpoint_every < 0:
+        raise ConfigError(f"checkpoint-every must be at least 0, got {flags.checkpoint_every}")
     in_job = worker_count(config.shards)
     if in_job is not None and config.workers not in (None, in_job) and saved is None:
         raise ConfigError(f"--workers {config.workers} does not fit this torchrun job, which has {in_job} workers")
     config = replace(config, workers=in_job or config.workers or 2)
     refuse_what_ddp_ignores(config)
     if config.algorithm == ALONE:
-        place = replace(place, checkpoint_every=0)  # a checkpoint holds a model that workers share
+        flags = replace(flags, checkpoint_every=0)  # a checkpoint holds a model that workers share
     rehearse(config)
     if in_job is not None:
-        return _join(config, place, timeout)
-    folder = claim_folder(config, place)
+        return _join(config, flags, timeout)
+    folder = claim_folder(config, flags)
 
     assert config.workers is not None
     processes = config.workers * config.shards
-    launch(folder, processes, timeout=timeout, resume=place.resume, checkpoint_every=place.checkpoint_every)
+    launch(folder, processes, timeout=timeout, resume=flags.resume, checkpoint_every=flags.checkpoint_every)
     show_summary(folder)
     return 0
 
 
-def _join(config: RunConfig, place: TrainPlace, timeout: float) -> int:
+def _join(config: RunConfig, flags: TrainFlags, timeout: float) -> int:
     """Be one worker of the torchrun job that this process is in."""
     link = join(config, timeout=timeout)
     try:
-        folder = _agree_on_folder(config, place, link)
-        work(config, folder, link, resume=place.resume, checkpoint_every=place.checkpoint_every)
+        folder = _agree_on_folder(config, flags, link)
+        work(config, folder, link, resume=flags.resume, checkpoint_every=flags.checkpoint_every)
     except ThinwireError as error:
         Heartbeat.end(error)  # before the command line makes an exit code of it
         raise
@@ -64,26 +64,26 @@ def _join(config: RunConfig, place: TrainPlace, timeout: float) -> int:
     return 0
 
 
-def _agree_on_folder(config: RunConfig, place: TrainPlace, link: Link) -> Path:
+def _agree_on_folder(config: RunConfig, flags: TrainFlags, link: Link) -> Path:
     """The first process claims the folder and tells the others, or all of them refuse together."""
     verdict: dict[str, str] = {}
     if link.rank == 0:
         try:
-            verdict = {"folder": str(claim_folder(config, place))}
+            verdict = {"folder": str(claim_folder(config, flags))}
         except ConfigError as error:
             verdict = {"error": str(error)}
     verdict = tell_all(link, verdict, str)
     if "error" in verdict:
         raise ConfigError(verdict["error"] if link.rank == 0 else "rank 0 refuses the run folder, and says why")
-    return Path(_checked(verdict.get("folder", ""), config, place))
+    return Path(_checked(verdict.get("folder", ""), config, flags))
 
 
-def _checked(folder: str, config: RunConfig, place: TrainPlace) -> str:
+def _checked(folder: str, config: RunConfig, flags: TrainFlags) -> str:
     """The folder that worker 0 names, if it is where this worker was told to write, too."""
     usual = re.escape(f"runs/{config.algorithm}-{config.task}-") + r"\d{8}-\d{6}"
-    if folder == place.out or (place.out is None and re.fullmatch(usual, folder)):
+    if folder == flags.out or (flags.out is None and re.fullmatch(usual, folder)):
         return folder
-    wanted = place.out or "runs/ALGORITHM-TASK-TIME"
+    wanted = flags.out or "runs/ALGORITHM-TASK-TIME"
     raise WireError(f"the run folder {folder[:100]!r}, where this worker writes to {wanted}: give all the same --out", rank=0)
 
 

@@ -9,14 +9,12 @@ import statistics
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from thinwire.errors import ConfigError
 from thinwire.tools.records import Record
 from thinwire.tools.summary import counted, ddp_bytes
 from thinwire.tools.words import changed
-
-Measure = Literal["sent", "payload"]
 
 # What runs must have in common to be compared; and what says nothing of an arm.
 _JOB = ("task", "workers", "steps", "batch", "data", "non_iid")
@@ -67,13 +65,11 @@ class Arm:
         values = [record.figure(name) for record in self.records]
         return None if any(v is None for v in values) else Sample(tuple(v for v in values if v is not None))
 
-    def fewer(self, measure: Measure) -> float | None:
-        """How many times fewer bytes than gradients in fp32 at every step."""
-        sent, figures = self.sample(measure), self.first.figures
-        if sent is None or not sent.mean:
-            return None
-        dense = ddp_bytes(figures) if measure == "sent" else 4 * figures["parameters"] * figures["step"]
-        return dense / sent.mean
+    @property
+    def fewer(self) -> float | None:
+        """How many times fewer bytes a worker sent than it would have in DDP's ring, with as many workers and steps."""
+        sent = self.sample("sent")
+        return ddp_bytes(self.first.figures) / sent.mean if sent is not None and sent.mean else None
 
 
 @dataclass(frozen=True)
@@ -93,13 +89,6 @@ class Comparison:
     baseline: Arm
     common: dict[str, Any]
     varying: tuple[str, ...] = ()
-
-    @property
-    def measure(self) -> Measure:
-        """Bytes sent, or where some record does not have them, those of a worker's own messages."""
-        known: tuple[Measure, ...] = ("sent", "payload")
-        having = [sum(arm.sample(name) is not None for arm in self.arms) for name in known]
-        return "payload" if having[1] > having[0] else "sent"
 
     def settings_of(self, arm: Arm) -> dict[str, Any]:
         """What is particular to an arm: the period, and what is not the default and not common to all."""

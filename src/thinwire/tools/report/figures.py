@@ -81,10 +81,10 @@ def _finite_range(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def _loss_against_bytes(comparison: Comparison) -> Drawing | None:
-    measure, numbers = comparison.measure, colour_numbers(comparison)
+    numbers = colour_numbers(comparison)
     points = []
     for arm in comparison.arms:
-        sent = arm.sample(measure)
+        sent = arm.sample("sent")
         if sent is not None and sent.mean > 0 and arm.loss.finite:
             points.append((arm, sent.mean))
     if not points:
@@ -102,7 +102,7 @@ def _loss_against_bytes(comparison: Comparison) -> Drawing | None:
         room = max(1.5, (most / least) ** 0.16)
         axes.set_xlim(least / room, most * room)
         axes.margins(y=0.14)
-        axes.set_xlabel("bytes sent per worker" if measure == "sent" else "bytes of the messages of one worker")
+        axes.set_xlabel("bytes sent per worker")
         axes.set_ylabel("validation loss at the end")
         axes.locator_params(axis="y", nbins=6)
         bytes_axis(axes.xaxis)
@@ -114,13 +114,12 @@ def _loss_against_bytes(comparison: Comparison) -> Drawing | None:
 
     said = ", ".join(f"{arm.name} {arm.loss.mean:.3f} with {show_bytes(x)}" for arm, x in points)
     many = "" if len(points) <= MOST_LABELS else " Named, where there is room, are those that no other arm beats in both."
-    unit = "sent by one worker, as a ring has it" if measure == "sent" else "of one worker's own messages"
     return Drawing(
         "loss-bytes",
         "Loss against bytes",
         f"Validation loss at the end against bytes: {said}.",
-        f"Lower and further left is better. Bytes {unit}. Dots are means over seeds, bars reach from the least to the "
-        f"largest.{many}",
+        f"Lower and further left is better. Bytes sent by one worker, as a ring has it. Dots are means over seeds, "
+        f"bars reach from the least to the largest.{many}",
         (("", draw),),
     )
 

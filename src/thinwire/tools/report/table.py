@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from thinwire.network import show_bytes
-from thinwire.tools.report.comparison import Arm, Comparison, Measure, Sample, show_settings
+from thinwire.tools.report.comparison import Arm, Comparison, Sample, show_settings
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,6 @@ class Cell:
 
 
 NONE = Cell("-")
-_BYTES: dict[Measure, str] = {"sent": "bytes sent", "payload": "bytes of messages"}
 
 
 def table(comparison: Comparison) -> tuple[list[str], list[list[Cell]]]:
@@ -29,8 +28,7 @@ def table(comparison: Comparison) -> tuple[list[str], list[list[Cell]]]:
 
 
 def _row(comparison: Comparison, arm: Arm) -> dict[str, Cell]:
-    measure = comparison.measure
-    sent, fewer = arm.sample(measure), arm.fewer(measure)
+    sent, fewer = arm.sample("sent"), arm.fewer
     seconds, waiting, drift = arm.sample("seconds"), arm.sample("waiting"), arm.sample("val_drift")
     accuracy, against, p = arm.sample("val_accuracy"), comparison.against(arm), comparison.p_value(arm)
     percent = "{:+.1f}%" if abs(against or 0.0) < 99.95 else "{:+,.0f}%"
@@ -41,7 +39,7 @@ def _row(comparison: Comparison, arm: Arm) -> dict[str, Cell]:
         "vs baseline": Cell("baseline", 0.0) if arm is comparison.baseline else _cell(against, percent),
         "p": NONE if p is None else Cell(show_p(p), p),
         "accuracy": _cell(accuracy and 100 * accuracy.mean, "{:.2f}%"),
-        _BYTES[measure]: NONE if sent is None else Cell(show_bytes(sent.mean), sent.mean),
+        "bytes sent": NONE if sent is None else Cell(show_bytes(sent.mean), sent.mean),
         "fewer": NONE if fewer is None else Cell(show_times(fewer), fewer),
         "seconds": _cell(seconds and seconds.mean, "{:.3g}" if seconds and seconds.mean < 100 else "{:,.0f}"),
         "waiting": _cell(share, "{:.0f}%"),
@@ -76,11 +74,11 @@ def show_p(p: float) -> str:
 
 def headline(comparison: Comparison, *, within: float = 1.0) -> str:
     """What is gained and what is lost: the arm with the fewest bytes of those within so many percent of the baseline."""
-    base, measure = comparison.baseline, comparison.measure
-    dense = base.sample(measure)
+    base = comparison.baseline
+    dense = base.sample("sent")
     thin: list[tuple[str, float, float]] = []
     for arm in comparison.arms:
-        against, sent = comparison.against(arm), arm.sample(measure)
+        against, sent = comparison.against(arm), arm.sample("sent")
         if against is not None and dense and sent and 0 < sent.mean < dense.mean:
             thin.append((arm.name, against, dense.mean / sent.mean))
     if not thin:

@@ -1,4 +1,4 @@
-"""Where the runs of a comparison take place: real processes, processes behind thin wires, or simulated workers."""
+"""Runners make the runs of a comparison: on real processes, on processes behind thin wires, or on simulated workers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from thinwire.tools.simulate import simulate
 from thinwire.tools.start import refuse_what_ddp_ignores
 
 
-class Place(Protocol):
-    """Where runs take place. Does not change their result, but their time."""
+class Runner(Protocol):
+    """Makes runs. Which one it is does not change their result, but their time."""
 
     @property
     def name(self) -> str:
@@ -49,7 +49,7 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Processes:
+class ProcessRunner:
     """Real workers on this machine, as in `thinwire train`.
 
     Args:
@@ -89,7 +89,7 @@ class Processes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InLab:
+class LabRunner:
     """Real workers in network namespaces whose wires have a bandwidth; see `thinwire lab`.
 
     Args:
@@ -144,7 +144,7 @@ class InLab:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulated:
+class SimulatedRunner:
     """Workers in one process, as in `thinwire sim`. All settings are in its words.
 
     Args:
@@ -174,7 +174,7 @@ class Simulated:
     @property
     def about(self) -> dict[str, str]:
         """The network, where it is not the usual one."""
-        usual = Simulated()
+        usual = SimulatedRunner()
         names = ("bandwidth", "down", "latency", "step_time")
         return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(usual, name)}
 
@@ -198,10 +198,12 @@ class Simulated:
         return None if self.step_time is None else one_or_each(self.step_time, parse_duration)
 
 
-def simulated_as(folder: Path) -> Simulated:
-    """The place that a run's folder says it is simulated in."""
+def simulated_runner(folder: Path) -> SimulatedRunner:
+    """The runner that simulates a run as its folder says."""
     about = about_run(folder / "run.toml")
-    return Simulated(**{name: str(about[name]) for name in ("bandwidth", "down", "latency", "step_time") if name in about})
+    return SimulatedRunner(
+        **{name: str(about[name]) for name in ("bandwidth", "down", "latency", "step_time") if name in about}
+    )
 
 
 def parse_limits(bandwidth: str, down: str | None, latency: str) -> bool:

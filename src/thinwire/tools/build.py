@@ -1,0 +1,113 @@
+"""From a config to its parts: the device, the task, and the optimizer with its inner one."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from thinwire.algorithms import DataParallel, found
+from thinwire.codecs import parse_codec
+from thinwire.core.buffers import running_statistics
+from thinwire.core.optimizer import Algorithm
+from thinwire.core.slots import COUNTERS
+from thinwire.core.wrapper import Wrapper
+from thinwire.errors import ConfigError
+from thinwire.links import Link
+from thinwire.tasks import make_task
+from thinwire.tasks.task import Task
+from thinwire.tools.config import RunConfig, resolve_algorithm
+from thinwire.tools.inner import inner_of, refuse_slow_settings
+
+# What takes the synchronous steps of a warm start where a method has no inner optimizer, and the state that it hands over.
+WARM_INNER = {"lordo": "low-rank"}
+HANDED_OVER = {"lordo": ("Q",)}
+
+
+def take_over(optimizer: Algorithm, before: Algorithm) -> None:
+    """Go on where another optimizer of the same model stopped, as after a warm start."""
+    for name in COUNTERS:
+        optimizer.set_counter(name, before.param_groups[0][name])
+    known = before.inner.state if isinstance(before, Wrapper) else {}
+    for name in HANDED_OVER.get(optimizer.name, ()):
+        for p, state in optimizer.state.items():
+            theirs = known.get(p, {}).get(name)
+            if name in state and theirs is not None and state[name].shape == theirs.shape:
+                state[name].copy_(theirs)
+
+
+def check_total(optimizer: Algorithm, steps: int) -> None:
+    """Raise a `ConfigError` for a number of steps at which the workers cannot stop together."""
+    if optimizer.pace is not None:
+        optimizer.pace.check_total(steps)
+
+
+def device_of(config: RunConfig) -> torch.device:
+    """Where this worker computes: its own GPU, or the CPU."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no GPU on this machine")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def task_of(config: RunConfig, workers: int) -> Task:
+    """The config's task for this number of workers."""
+    return make_task(
+        config.task, seed=config.seed, workers=workers, batch=config.batch, data=config.data, non_iid=config.non_iid
+    )
+
+
+def warm_optimizer_of(config: RunConfig, model: nn.Module, link: Link) -> Algorithm:
+    """Averaged gradients around the inner optimizer that the config's algorithm will have, or one of its kind."""
+    inner = _inner_for(config, model)
+    if inner is None:
+        cls = found()[resolve_algorithm(config.algorithm, found())[0]]
+        inner = inner_of(WARM_INNER.get(cls.name, "adamw"), model, config, K=config.settings.get("H", 32))
+    return DataParallel(inner, link, clip_norm=config.clip_norm, buffers=running_statistics(model))
+
+
+def _inner_for(config: RunConfig, model: nn.Module) -> Optimizer | None:
+    """A new inner optimizer for the config's algorithm, None where it has none."""
+    name, fixed = resolve_algorithm(config.algorithm, found())
+    cls = found()[name]
+    if not issubclass(cls, Wrapper):
+        refuse_slow_settings(config, config.algorithm)
+        if config.inner is not None:
+            raise ConfigError(f"{config.algorithm} is an optimizer itself and has no inner one, got --inner {config.inner}")
+        return None
+    settings = {**fixed, **config.settings}
+    H = inspect.signature(cls.__init__).parameters.get("H")
+    K = settings.get("K_u") or settings.get("H", H.default if H else 32)
+    return inner_of(config.inner or settings.get("inner", cls.usual_inner), model, config, K=K)
+
+
+def optimizer_of(config: RunConfig, model: nn.Module, link: Link, *, inner: Optimizer | None = None) -> Algorithm:
+    """The config's algorithm around its inner optimizer, or around one that has been at work before."""
+    algorithms = found()
+    name, fixed = resolve_algorithm(config.algorithm, algorithms)
+    cls, settings = algorithms[name], {**fixed, **config.settings}
+    settings.pop("inner", None)
+    prescribed = settings.pop("wire", None)
+    if wire := config.wire or prescribed:
+        settings["codec"] = parse_codec(wire)
+    if statistics := running_statistics(model):
+        settings["buffers"] = statistics
+    make: Any = cls
+    if clips_itself(cls):
+        settings["clip_norm"] = config.clip_norm
+    if issubclass(cls, Wrapper):
+        return make(inner or _inner_for(config, model), link, **settings)
+    _inner_for(config, model)  # refuses settings of an inner optimizer
+    known = inspect.signature(cls.__init__).parameters
+    own = {"lr": config.lr, "weight_decay": config.weight_decay}
+    return make(model.parameters(), link, **{k: v for k, v in own.items() if k in known}, **settings)
+
+
+def clips_itself(cls: type[Algorithm]) -> bool:
+    """Whether a method has a place of its own for clipping; for all others the loop does it, worker by worker."""
+    return "clip_norm" in inspect.signature(cls.__init__).parameters

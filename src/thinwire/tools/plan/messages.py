@@ -1,0 +1,192 @@
+"""Which messages a run sends, asked of its optimizer on tensors without memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from thinwire.codecs import Dense
+from thinwire.core.average import message_nbytes
+from thinwire.core.fragments import Fragments
+from thinwire.core.optimizer import Algorithm
+from thinwire.core.rounds import VOTE_NBYTES
+from thinwire.errors import ConfigError
+from thinwire.links import Link, Ticket
+from thinwire.network import Op
+from thinwire.payload import Payload
+from thinwire.schedules import Every, Periods, Schedule, Staggered, Union, Warmup
+from thinwire.tools.build import optimizer_of, warm_optimizer_of
+from thinwire.tools.config import ALONE, RunConfig
+from thinwire.tools.plan.shapes import on_meta
+
+BACKWARD = 2 / 3  # of a step: a backward pass has twice the matrix products of a forward pass
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes after which torch's DDP closes its first and its other buckets
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of one worker.
+
+    Attributes:
+        posted: when it is sent, in steps since the period began; a fraction where it leaves in the middle of a step.
+        needed: when it is waited for.
+        nbytes: its length.
+        op: how it travels.
+    """
+
+    posted: float
+    needed: float
+    nbytes: int
+    op: Op
+
+
+@dataclass(frozen=True)
+class Period:
+    """The messages of a run, which repeat after so many steps."""
+
+    steps: float
+    messages: tuple[Message, ...]
+
+    def stretched(self, factor: float) -> Period:
+        """The same messages with all periods `factor` times as long; what a message has to travel stays as it is."""
+        # In this order, so that what is waited for at once still is: a sum in another order may round below `posted`.
+        moved = [replace(m, posted=m.posted * factor, needed=m.posted * factor + (m.needed - m.posted)) for m in self.messages]
+        return Period(self.steps * factor, tuple(moved))
+
+
+class NullLink(Link):
+    """A place among `size` workers that exchanges nothing: enough to ask an optimizer how long its messages would be."""
+
+    def __init__(self, size: int):
+        """Take the first place."""
+        self._size = size
+
+    @property
+    def rank(self) -> int:
+        """The first."""
+        return 0
+
+    @property
+    def size(self) -> int:
+        """How many workers there would be."""
+        return self._size
+
+    def post(self, payload: Payload, op: Op) -> Ticket:
+        """Refuse."""
+        raise AssertionError(f"a plan sends nothing, but {op} of {payload.nbytes} bytes was posted")
+
+
+def period_of(config: RunConfig, model: nn.Module, *, workers: int, backward: float = BACKWARD) -> Period:
+    """The messages of a run, asked of its optimizer; `ddp` is torch's own, which is asked for its buckets.
+
+    Args:
+        config: its algorithm, settings, wire and inner optimizer are looked at.
+        model: of the shapes to train; its values do not matter.
+        workers: how many there are.
+        backward: which part of a step is the backward pass.
+    """
+    if config.algorithm == ALONE or workers < 2:
+        return Period(1, ())
+    if config.algorithm == "ddp":
+        return Period(1, tuple(_ddp_messages([p for p in model.parameters() if p.requires_grad], backward)))
+    config.validate()
+    optimizer = optimizer_of(replace(config, steps=10**6), on_meta(model), NullLink(workers))
+    steps = _length(optimizer.schedule)
+    return _with_buffers(Period(steps, tuple(_scheduled(optimizer, 1, steps))), optimizer)
+
+
+def run_messages(config: RunConfig, model: nn.Module, *, workers: int) -> list[Message]:
+    """All messages of a whole run in order: of its warm start, of the method, and of the end.
+
+    The handshake and the alarms, some hundred bytes in all, are left out, as are the buffers of BatchNorm.
+
+    Args:
+        config: its algorithm, settings, wire, inner optimizer, steps and warm start are looked at.
+        model: of the shapes to train; its values do not matter.
+        workers: how many there are.
+    """
+    if config.algorithm == ALONE or workers < 2:
+        return []
+    model, link, first = on_meta(model), NullLink(workers), config.warm_start + 1
+    messages = list(_scheduled(warm_optimizer_of(config, model, link), 1, config.warm_start)) if config.warm_start else []
+    optimizer = optimizer_of(config, model, link)
+    messages += _scheduled(optimizer, first, config.steps)
+    everything, last = tuple(range(optimizer.schedule.fragments)), optimizer.schedule.due(config.steps)
+    messages = [replace(m, needed=min(m.needed, config.steps)) for m in messages]
+    unsent = last != everything if isinstance(optimizer, Fragments) else not last
+    if unsent and "param" not in optimizer.replicated:  # `finish()` sends what the last steps have changed
+        messages.append(Message(config.steps, config.steps, *_message(optimizer, everything)))
+    return messages
+
+
+def _scheduled(optimizer: Algorithm, first: int, last: int) -> Iterator[Message]:
+    """The messages that the schedule asks for from one step to another, both included."""
+    made: dict[tuple[int, ...], tuple[int, Op]] = {}
+    tau = optimizer.engine.tau
+    for step in range(first, last + 1):
+        if due := optimizer.schedule.due(step):
+            nbytes, op = made[due] if due in made else made.setdefault(due, _message(optimizer, due))
+            if nbytes:  # a fragment may be empty
+                yield Message(step, step + tau, nbytes, op)
+                if op == "gather" and not tau:  # whether all could read the messages, before anything is applied
+                    yield Message(step, step, VOTE_NBYTES, "gather")
+
+
+def _message(optimizer: Algorithm, due: tuple[int, ...]) -> tuple[int, Op]:
+    """Length and way of the message of a round in which these states or fragments are due; length 0 of an empty fragment."""
+    out = optimizer.message_of(due)
+    if out is None:
+        return 0, "mean"
+    op: Op = "pair" if out.pair is not None else "mean" if out.codec.linear else "gather"
+    return out.nbytes(optimizer.peers.size), op
+
+
+def _length(schedule: Schedule) -> int:
+    """After how many steps a schedule repeats."""
+    if isinstance(schedule, Every | Staggered):
+        return schedule.H
+    if isinstance(schedule, Periods | Union):
+        return math.lcm(*map(_length, schedule.schedules))
+    if isinstance(schedule, Warmup):
+        return _length(schedule.then)
+    raise ConfigError(f"a plan needs a schedule that repeats, got {schedule!r}")
+
+
+def _with_buffers(period: Period, optimizer: Algorithm) -> Period:
+    """With the averages of BatchNorm statistics, which follow every so many rounds and are waited for at once."""
+    if not optimizer.buffers or optimizer.in_pairs:
+        return period
+    every, rounds = optimizer.buffers_every, len(period.messages)
+    nbytes = message_nbytes(optimizer.link, Dense(), optimizer.buffers)
+    repeats = every // math.gcd(every, rounds)
+    messages = []
+    for number in range(repeats * rounds):
+        later = number // rounds * period.steps
+        m = period.messages[number % rounds]
+        messages.append(replace(m, posted=m.posted + later, needed=m.needed + later))
+        if (number + 1) % every == 0:
+            messages.append(Message(m.needed + later, m.needed + later, nbytes, "mean"))
+    return Period(repeats * period.steps, tuple(messages))
+
+
+def _ddp_messages(params: Sequence[Tensor], backward: float) -> Iterator[Message]:
+    """One all-reduce per bucket, sent as soon as the backward pass has filled it; all are waited for at its end."""
+    total, done = max(1, sum(p.numel() for p in params)), 0
+    for bucket in ddp_buckets(params):
+        done += sum(p.numel() for p in bucket)
+        nbytes = sum(p.numel() * p.element_size() for p in bucket)
+        yield Message(1 - backward * (1 - done / total), 1, nbytes, "mean")
+
+
+def ddp_buckets(params: Sequence[Tensor]) -> list[list[Tensor]]:
+    """How torch's DDP cuts gradients into messages: from the last parameter to the first, closed when full, the first early."""
+    buckets: list[list[Tensor]] = [[]]
+    for p in reversed(params):
+        limit = FIRST_BUCKET if len(buckets) == 1 else BUCKET
+        if sum(q.numel() * q.element_size() for q in buckets[-1]) >= limit:
+            buckets.append([])
+        buckets[-1].append(p)
+    return buckets

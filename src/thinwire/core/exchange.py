@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.aggregate import Mean
-from thinwire.codecs.base import Codec
+from thinwire.codecs.base import Codec, Messages
 from thinwire.codecs.chain import Chain, Encoded, PerTensor
+from thinwire.codecs.decoder import Received
 from thinwire.codecs.dense import Dense
-from thinwire.codecs.received import Received
 from thinwire.codecs.wire import HEADER_NBYTES, Envelope, fingerprint, seal, unseal
 from thinwire.errors import ConfigError, NonFiniteRound, WireError, check_whole_number
 from thinwire.links.base import Link, Ticket
@@ -225,9 +225,7 @@ class Mail:
         bad = self.any_shard(bad)
         body = replace(body, purpose=self.purpose)
         if not self.codec.linear:
-            if bad:
-                body = body.like(torch.zeros_like(body.data))
-            envelope = Envelope(self.link.rank, 1.0 if self.weight is None else self.weight, withdrawn=bad)
+            envelope = Envelope(self.link.rank, 1.0 if self.weight is None else self.weight, invalid=bad)
             op: Op = "gather"
             if self.pair is not None:
                 op, body = "pair", replace(body, partner=next((r for r in self.pair if r != self.link.rank), None))
@@ -292,15 +290,15 @@ class Mail:
             return [self.strip(payloads[0])], None if self.weight is None else [float(numbers[-1])], culprits
         nbytes = self.codec.nbytes(self.like)
         opened = [
-            unseal(p, fingerprint=self._fingerprint, round=self.round, rank=rank, nbytes=nbytes)
+            unseal(p, fingerprint=self._fingerprint, round=self.round, sender=rank, nbytes=nbytes)
             for rank, p in zip(self.pair or range(len(payloads)), payloads, strict=True)
         ]
         weights = [e.weight for _, e in opened]
         if self.weight is None and (odd := [e for _, e in opened if e.weight != 1]):
-            raise WireError(f"weight {odd[0].weight:g}, where this worker gives no weight", rank=odd[0].rank)
+            raise WireError(f"weight {odd[0].weight:g}, where this worker gives no weight", rank=odd[0].sender)
         if not sum(weights) > 0:
             raise WireError("the weights of all workers are zero")
-        culprits = [e.rank for _, e in opened if e.withdrawn]
+        culprits = [e.sender for _, e in opened if e.invalid]
         return [body for body, _ in opened], None if self.weight is None else weights, culprits
 
     def decode_each(self, bodies: list[Payload], _: list[float] | None) -> tuple[list[list[Tensor]], bool]:
@@ -329,7 +327,7 @@ class PendingAverage:
         if mail.codec.linear:
             mean = mail.codec.decode(bodies[0], mail.like, round=mail.round)
             return ([m / weights[0] for m in mean] if weights else mean), True
-        mean = mail.codec.combine(bodies, mail.like, round=mail.round, mean=mail.mean, weights=weights)
+        mean = mail.codec.combine(Messages(bodies, mail.like, mail.round, mail.mean, weights))
         finite = all_finite(mean)
         if not finite:  # a sender that is honest would have withdrawn
             for rank, body in enumerate(bodies):
@@ -430,7 +428,7 @@ class PendingShare:
         if mail.codec.linear and weights:
             bodies, weights = [b.like(b.data / weights[0]) for b in bodies], None
         own = None if mail.codec.linear else (mail.link.rank, self.encoded)
-        received = mail.codec.receive(bodies, mail.like, round=mail.round, mean=mail.mean, weights=weights, own=own)
+        received = mail.codec.receive(Messages(bodies, mail.like, mail.round, mail.mean, weights), own=own)
         return received, received.safe
 
 

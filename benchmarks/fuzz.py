@@ -47,6 +47,7 @@ from thinwire.codecs import (
     Identity,
     Int8,
     Mean,
+    Messages,
     RandomK,
     RandomOrthogonal,
     Sign,
@@ -311,9 +312,9 @@ class Case:
     def _combine(self, bodies: list[Payload], weights: list[float] | None) -> list[Tensor] | None:
         """The mean; None where the exchange would refuse it."""
         if not isinstance(self.codec, Chain):
-            tensors = self.codec.combine(bodies, self.like, round=ROUND, mean=self.mean, weights=weights)
+            tensors = self.codec.combine(Messages(bodies, self.like, round=ROUND, mean=self.mean, weights=weights))
             return tensors if all_finite(tensors) else None
-        received = self.codec.receive(bodies, self.like, round=ROUND, mean=self.mean, weights=weights)
+        received = self.codec.receive(Messages(bodies, self.like, round=ROUND, mean=self.mean, weights=weights))
         return received.tensors() if received.safe else None
 
 

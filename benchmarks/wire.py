@@ -32,8 +32,8 @@ from torch import Tensor
 from benchmarks import record
 from benchmarks.pair import SIZES, gpt_shapes, run_pair
 from thinwire import DCT, Float, Int8, Link, Mean, Sign, TopK, share
-from thinwire.codecs import Chain
-from thinwire.codecs.simple import SimpleTopK
+from thinwire.codecs import Chain, Messages
+from tests.codecs.simple import SimpleTopK
 from thinwire.payload import Payload
 
 DECAY, LR = 0.999, 1e-3
@@ -168,7 +168,7 @@ def bench_workers(size: str, repeats: int) -> dict[str, Any]:
 
 
 def _apply(chain: Chain, gathered: list[Payload], params: list[Tensor]) -> None:
-    for _, p, q in chain.receive(gathered, params, mean=Mean(over="senders")).each(params):
+    for _, p, q in chain.receive(Messages(gathered, params, mean=Mean(over="senders"))).each(params):
         p.add_(q.sign_(), alpha=-LR)
 
 

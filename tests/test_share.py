@@ -21,6 +21,7 @@ from thinwire.codecs import (
     Identity,
     Int8,
     Mean,
+    Messages,
     RandomK,
     RandomOrthogonal,
     Sign,
@@ -28,7 +29,7 @@ from thinwire.codecs import (
     TopK,
     TwoBit,
 )
-from thinwire.codecs.simple import SimpleTopK
+from tests.codecs.simple import SimpleTopK
 from thinwire.core.exchange import average, message_nbytes, post_share, share
 from thinwire.errors import ConfigError, NonFiniteRound, WireError
 from thinwire.links import Link, Metered, SoloLink, TorchLink
@@ -308,7 +309,7 @@ def test_more_workers_take_no_more_workspace(workers: int) -> None:
     """Beside their messages, and the indices that are kept up to a limit."""
     chain, like = DCT(64) >> TopK(32) >> Float("bf16"), [torch.zeros(1024, 1024), *[torch.zeros(768) for _ in range(60)]]
     messages = [chain.encode([torch.randn(t.shape) for t in like])] * workers
-    received = chain.receive(messages, like)
+    received = chain.receive(Messages(messages, like))
     tracemalloc.start()
     try:
         for _ in received.each(like):

@@ -44,6 +44,7 @@ from thinwire.codecs import (
     Identity,
     Int8,
     Mean,
+    Messages,
     RandomK,
     Sign,
     TopK,
@@ -79,7 +80,7 @@ def opened(raw: bytes, codec: Codec = CHAIN, like: list[Tensor] = LIKE) -> tuple
 def read(raw: bytes, chain: Chain = CHAIN, like: list[Tensor] = LIKE) -> list[Tensor]:
     """As an exchange of one worker reads it."""
     body, _ = opened(raw, chain, like)
-    return chain.receive([body], like, round=7).tensors()
+    return chain.receive(Messages([body], like, round=7)).tensors()
 
 
 def put(raw: bytes, at: int, new: bytes) -> bytes:
@@ -437,7 +438,7 @@ def test_a_refusal_names_the_rank_whose_message_it_was() -> None:
         given = [*bodies]
         given[rank] = Payload.of_bytes(bad)
         with pytest.raises(WireError, match=f"the message of rank {rank}: a value that is not finite") as caught:
-            CHAIN.receive(given, LIKE, round=7)
+            CHAIN.receive(Messages(given, LIKE, round=7))
         assert caught.value.rank == rank
 
 
@@ -550,7 +551,7 @@ def test_an_exchange_refuses_a_bad_message_on_every_worker_and_changes_nothing(c
         return said, tensors, mean
 
     results = World(3).run(worker)
-    expected = codec.combine([codec.encode(mine(r), round=4) for r in range(3)], mine(0), round=4)
+    expected = codec.combine(Messages([codec.encode(mine(r), round=4) for r in range(3)], mine(0), round=4))
     for rank, (said, tensors, mean) in enumerate(results):
         assert said.startswith("the message of rank 1: ")
         assert any(s in said for s in says.split("|"))
@@ -642,7 +643,7 @@ def test_a_sender_without_weight_does_not_make_the_mean_over_senders_nan() -> No
         x = torch.zeros(4, 9)
         x[rank, rank] = 0.25
         bodies.append(chain.encode([x]))
-    received = chain.receive(bodies, like, mean=Mean(over="senders"), weights=[1.0, 0.0])
+    received = chain.receive(Messages(bodies, like, mean=Mean(over="senders"), weights=[1.0, 0.0]))
     (mean,) = received.tensors()
     assert mean[0, 0] == 0.25
     assert mean[1, 1] == 0, "only the one that weighs nothing sent it"

@@ -20,8 +20,8 @@ import torch
 from benchmarks.fuzz import (
     BODY,
     ENVELOPE,
+    INVALID,
     READ,
-    WITHDRAWN,
     WRONG,
     Case,
     Judged,

@@ -33,10 +33,10 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from tests.codecs.catalogue import GATHERED
 from torch import Tensor
 
 from benchmarks import record
-from tests.codecs.catalogue import GATHERED
 from thinwire.codecs import Chain, Codec, Fp4, Identity, Mean, Messages, Sign, Stage, TopK, TwoBit
 from thinwire.codecs.wire import HEADER_NBYTES, PART_NBYTES, Envelope, fingerprint, seal, unseal
 from thinwire.errors import WireError

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.codecs.simple import SimpleTopK
 from tests.processes import LIMIT, Pool
 from thinwire.codecs import (
     DCT,
@@ -29,7 +30,6 @@ from thinwire.codecs import (
     TopK,
     TwoBit,
 )
-from tests.codecs.simple import SimpleTopK
 from thinwire.core.exchange import average, message_nbytes, post_share, share
 from thinwire.errors import ConfigError, NonFiniteRound, WireError
 from thinwire.links import Link, Metered, SoloLink, TorchLink

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
+from tests.codecs.simple import SimpleTopK
 from tests.conformance.training import adamw, assert_close, assert_same, backward, model_of, sgd, snapshot, train
 from thinwire import (
     DCT,
@@ -32,7 +33,6 @@ from thinwire import (
     World,
 )
 from thinwire.codecs import Codec, Messages
-from tests.codecs.simple import SimpleTopK
 from thinwire.codecs.wire import HEADER_NBYTES
 from thinwire.errors import ConfigError, NonFiniteRound
 

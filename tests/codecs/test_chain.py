@@ -759,9 +759,7 @@ def test_of_indices_that_are_read_together_the_bad_worker_is_named(bad: int) -> 
 @pytest.mark.parametrize("mean", [Mean(), Mean(over="senders"), Mean(clip_norm=1.0), Mean(trimmed=0.3)], ids=repr)
 @pytest.mark.parametrize("values", [Sign(), Float("bf16"), Int8(), Fp4(), TwoBit()], ids=repr)
 @pytest.mark.parametrize(("workers", "parts"), [(2, 1), (40, 1), (5, 3)])
-def test_every_message_is_read_once(
-    values: Any, mean: Mean, workers: int, parts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_message_is_read_once(values: Any, mean: Mean, workers: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever their number, and though norms of the mean are asked for before it is applied."""
     chain = (DCT(8) >> TopK(8) >> values).split(parts)
     like = contribution([(100, 90), (64, 64), (700,), (7,)])

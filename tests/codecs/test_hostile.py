@@ -166,7 +166,11 @@ def test_a_bad_header_is_refused_by_name_though_the_checksum_is_right(name: str)
 PARTS = {
     "another first block": (0, struct.pack("<Q", 1), "a part whose first block is 1, where these shapes and this codec make 0"),
     "another number of blocks": (8, struct.pack("<Q", 2**63), "a part whose number of blocks is 9223372036854775808, where"),
-    "another value format": (24, struct.pack("<H", 8), "a part whose value format is 8, where these shapes and this codec make 2"),
+    "another value format": (
+        24,
+        struct.pack("<H", 8),
+        "a part whose value format is 8, where these shapes and this codec make 2",
+    ),
     "another index code": (26, struct.pack("<H", 2), "a part whose index codes is 2, where these shapes and this codec make"),
 }
 

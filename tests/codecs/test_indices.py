@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.tiers import examples
-from thinwire.codecs.bits import pack, packed_nbytes, unpack
+from thinwire.codecs.bits import pack, unpack
 from thinwire.codecs.indices import Bitmap, EliasFano, IndexCode, Packed, index_code
 from thinwire.codecs.registry import INDEX_CODES
 from thinwire.errors import ConfigError, WireError
@@ -201,7 +201,7 @@ def test_a_new_code_joins_by_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
         @classmethod
         def candidates(cls, L: int, k: int) -> list[Nothing]:
-            return [cls(L, k)] if L == k else []
+            return [cls(L, k)] if k == L else []
 
         def nbytes(self, n: int) -> int:
             return 0 * n

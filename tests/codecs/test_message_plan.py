@@ -199,7 +199,10 @@ def test_tensors_do_not_know_each_other(chain: Chain, shapes: list[Shape], data:
 def test_a_bias_without_a_gradient_does_not_move() -> None:
     """Small tensors that are sent whole shared a scale with their neighbours, in one and in two bits."""
     for values in (Sign(), TwoBit()):
-        chain, tensors = DCT(64) >> TopK(32) >> values, [torch.randn(128, 128), torch.zeros(10), torch.randn(7), torch.zeros(300)]
+        chain, tensors = (
+            DCT(64) >> TopK(32) >> values,
+            [torch.randn(128, 128), torch.zeros(10), torch.randn(7), torch.zeros(300)],
+        )
         assert chain.plan(tensors).layout.dense == (1, 2, 3)
         decoded = chain.decode(chain.encode(tensors), tensors)
         assert not decoded[1].any()
@@ -226,7 +229,7 @@ class Ternary(Scaled):
 
     width = 2
 
-    def _quantise(self, groups: Any, counts: Any) -> Any:  # noqa: ARG002
+    def _quantise(self, groups: Any, counts: Any) -> Any:
         scale = torch.from_numpy(np.abs(groups).max(axis=1)).bfloat16().float().numpy()
         return scale[:, None], (np.rint(groups / np.where(scale > 0, scale, 1)[:, None]).clip(-1, 1) % 3).astype(np.uint8)
 
@@ -236,7 +239,7 @@ class Ternary(Scaled):
 
 def test_a_new_value_format_joins_by_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VALUE_FORMATS, "_numbers", dict(VALUE_FORMATS._numbers))
-    with pytest.raises(ConfigError, match="value format 8 cannot be .*Ternary.*Sign"):
+    with pytest.raises(ConfigError, match=r"value format 8 cannot be .*Ternary.*Sign"):
         VALUE_FORMATS.add(8, Ternary)
     VALUE_FORMATS.add(9, Ternary)
     chain, tensors = DCT(8) >> TopK(5) >> Ternary(), some([(40, 40), (7,), (300,)])

@@ -29,8 +29,8 @@ from thinwire.codecs import (
     TopK,
     TwoBit,
 )
-from thinwire.core.exchange import average, message_nbytes
 from thinwire.codecs.wire import PART_NBYTES
+from thinwire.core.exchange import average, message_nbytes
 from thinwire.errors import ConfigError, NonFiniteRound, WireError
 from thinwire.links import Link, Metered
 from thinwire.payload import Payload
@@ -118,7 +118,9 @@ WEIGHTED = [(mean, weights) for mean in MEANS for weights in (None, [1.0, 0.0, 2
 def test_the_mean_is_that_of_its_parts(mean: Mean, weights: list[float] | None) -> None:
     parts = Parts(((2, DCT(8) >> TopK(3) >> Sign()), (1, Dense("bf16")), (3, TopK(4) >> TwoBit()), (2, Int8())))
     workers = [some(SHAPES, seed) for seed in range(3)]
-    found = parts.combine(Messages([parts.encode(w, round=2) for w in workers], workers[0], round=2, mean=mean, weights=weights))
+    found = parts.combine(
+        Messages([parts.encode(w, round=2) for w in workers], workers[0], round=2, mean=mean, weights=weights)
+    )
     expected: list[Tensor] = []
     for i, (codec, like) in enumerate(dealt(parts, workers[0])):
         messages = [codec.encode(dealt(parts, w)[i][1], round=2) for w in workers]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire.codecs import DCT, Mean, Messages, TopK
 from tests.codecs.simple import SimpleTopK, divisor
+from thinwire.codecs import DCT, Mean, Messages, TopK
 
 SHAPES = [(64, 64), (128, 192), (256, 64), (64, 16, 8), (128, 4, 4, 4)]
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.codecs.catalogue import VALUES
 from tests.tiers import examples
 from thinwire.codecs import Float, Fp4, Int8, Sign, TwoBit
 from thinwire.codecs.bits import packed_nbytes
@@ -22,10 +23,8 @@ from thinwire.errors import ConfigError, WireError
 calm = settings(deadline=None, database=None, derandomize=True)
 Floats = NDArray[np.float32]
 
-FORMATS: list[Values] = [Float("fp32"), Float("bf16"), Float("fp16"), Int8(), Fp4(), TwoBit(), Sign()]
-FORMATS += [Int8(3), Int8(256), Fp4(16), Fp4(7), TwoBit(5), TwoBit(1), Sign(1), Sign(100)]
-SCALED: list[Scaled] = [f for f in FORMATS if isinstance(f, Scaled)]
-every_format = pytest.mark.parametrize("values", FORMATS, ids=repr)
+SCALED: list[Scaled] = [f for f in VALUES if isinstance(f, Scaled)]
+every_format = pytest.mark.parametrize("values", VALUES, ids=repr)
 every_scaled = pytest.mark.parametrize("values", SCALED, ids=repr)
 LEVELS = np.array([0.0, *(2.0**-i for i in range(7))])  # of fp4 E3M0, as parts of the largest
 
@@ -90,7 +89,7 @@ def test_any_range_reads_as_from_the_whole(values: Values) -> None:
 
 
 @given(
-    st.sampled_from(FORMATS),
+    st.sampled_from(VALUES),
     st.lists(st.floats(-(2.0**100), 2.0**100, width=32), max_size=60),
     st.integers(1, 12),
     st.tuples(st.floats(0, 1), st.floats(0, 1)),
@@ -149,14 +148,19 @@ def test_the_values_missing_in_the_last_group_do_not_count(values: Scaled) -> No
     """A last group of three is written as the same three would be by themselves."""
     g, k = groups_of(values, 8), 8
     x = normal(g + min(3, g))
-    assert np.array_equal(values.write(x.copy(), row(len(x), k))[1][g:], values.write(x[g:].copy(), row(len(x[g:].copy()), k))[1])
+    assert np.array_equal(
+        values.write(x.copy(), row(len(x), k))[1][g:], values.write(x[g:].copy(), row(len(x[g:].copy()), k))[1]
+    )
 
 
 @every_scaled
 def test_scaling_by_a_power_of_two_scales_what_is_read(values: Scaled) -> None:
     x = normal(100)
     for factor in (2.0**-100, 2.0**-20, 2.0**30, 2.0**100):
-        assert np.array_equal(values.write(x * np.float32(factor), row(len(x), 8))[1], values.write(x.copy(), row(len(x), 8))[1] * np.float32(factor))
+        assert np.array_equal(
+            values.write(x * np.float32(factor), row(len(x), 8))[1],
+            values.write(x.copy(), row(len(x), 8))[1] * np.float32(factor),
+        )
     assert np.array_equal(values.write(-x, row(len(x), 8))[1], -values.write(x.copy(), row(len(x), 8))[1])
 
 
@@ -331,7 +335,9 @@ def test_a_sign_stands_for_the_mean_size(values: Sign) -> None:
 
 
 def test_signs_by_hand() -> None:
-    raw, read = Sign().write(np.array([3.0, -1.0, 2.0, -2.0, -2.0], np.float32), row(len(np.array([3.0, -1.0, 2.0, -2.0, -2.0], np.float32)), 5))
+    raw, read = Sign().write(
+        np.array([3.0, -1.0, 2.0, -2.0, -2.0], np.float32), row(len(np.array([3.0, -1.0, 2.0, -2.0, -2.0], np.float32)), 5)
+    )
     assert read.tolist() == [2, -2, 2, -2, -2]
     assert raw.tolist() == [0x00, 0x40, 0b11010]
 
@@ -344,7 +350,10 @@ def test_what_is_all_of_one_size_is_exact(values: Scaled) -> None:
 
 def test_more_bits_mean_less_error() -> None:
     x = normal(4096)
-    error = [float(np.square(v.write(x.copy(), row(len(x), 32))[1] - x).sum()) for v in (Float(), Float("bf16"), Int8(), TwoBit(), Sign())]
+    error = [
+        float(np.square(v.write(x.copy(), row(len(x), 32))[1] - x).sum())
+        for v in (Float(), Float("bf16"), Int8(), TwoBit(), Sign())
+    ]
     assert error == sorted(error)
     assert error[-1] < float(np.square(x).sum()) / 2
 
@@ -402,7 +411,7 @@ def test_padding_that_is_not_zero_is_refused(values: Scaled) -> None:
         values.read(raw, row(13, 32), 12, 13)
 
 
-@given(st.sampled_from(FORMATS), st.data())
+@given(st.sampled_from(VALUES), st.data())
 @settings(calm, max_examples=examples(300))
 def test_any_bytes_are_finite_values_or_are_refused(values: Values, data: st.DataObject) -> None:
     count, k = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 8))

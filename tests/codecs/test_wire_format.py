@@ -19,7 +19,6 @@ from tests.codecs.plain_reader import Refused
 from tests.tiers import first_quick
 from thinwire.codecs import (
     DCT,
-    All,
     Chain,
     Codec,
     Dense,
@@ -81,7 +80,7 @@ def assert_same(plain: list[list[float]], tensors: list[Tensor], *, exact: bool)
 def test_a_reader_written_from_the_page_reads_every_message(selection: Selection, values: Values) -> None:
     tensors = contribution()
     for transform in TRANSFORMS:
-        chain = transform >> selection >> values
+        chain = Chain(transform, selection, values)
         body = chain.encode(tensors, round=7)
         assert plain_reader.body_nbytes(repr(chain), SHAPES) == body.nbytes == chain.nbytes(tensors)
         ours = chain.decode(body, tensors, round=7)
@@ -94,7 +93,7 @@ def test_a_reader_written_from_the_page_reads_every_message(selection: Selection
 
 def test_the_chains_above_use_blocks_groups_and_whole_tensors() -> None:
     """Else they would not test much."""
-    chains = [t >> TopK(3) >> v for t in TRANSFORMS for v in VALUES]
+    chains = [Chain(t, TopK(3), v) for t in TRANSFORMS for v in VALUES]
     layouts = [chain.plan(contribution()).layout for chain in chains]
     assert sum(len(layout.groups) >= 2 for layout in layouts) > len(chains) / 2
     assert all(layout.groups and len(layout.dense) >= 2 for layout in layouts)
@@ -107,7 +106,7 @@ def test_the_chains_above_use_blocks_groups_and_whole_tensors() -> None:
 @pytest.mark.parametrize("k", [8, 32])
 def test_it_reads_blocks_of_64_by_64(k: int, values: Values) -> None:
     tensors = contribution([(128, 65), (100,)])
-    chain = TopK(k) >> values
+    chain = Chain(selection=TopK(k), values=values)
     theirs = plain_reader.read(message_of(chain, tensors), repr(chain), [(128, 65), (100,)], round=7, sender=1)
     assert_same(theirs, chain.decode(chain.encode(tensors), tensors), exact=True)
 
@@ -117,7 +116,7 @@ def test_it_reads_tensors_of_two_values_that_are_equal_everywhere_but_in_one_pla
     tensors = [torch.zeros(9, 20), torch.full((9, 20), -0.0), torch.full((300,), 2.0), torch.zeros(300)]
     tensors[0][3, 4] = -5
     for values in VALUES:
-        chain = Identity(8) >> TopK(3) >> values
+        chain = Chain(Identity(8), TopK(3), values)
         shapes = [tuple(t.shape) for t in tensors]
         theirs = plain_reader.read(message_of(chain, tensors), repr(chain), shapes, round=7, sender=1)
         assert_same(theirs, chain.decode(chain.encode(tensors), tensors), exact=True)

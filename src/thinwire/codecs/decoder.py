@@ -67,7 +67,7 @@ class Received:
         self._largest = 0.0
         self._indices = [self._room(number, group) for number, group in enumerate(plan.layout.groups)]
         self._read: dict[tuple[int, int, int], Floats] = {}  # values that norms were taken of: worker, group, first value
-        self._merged: dict[tuple[int, int], tuple[NDArray[np.int32], Floats]] = {}  # group and first block of a batch
+        self._merged: dict[tuple[int, int], tuple[NDArray[np.integer], Floats]] = {}  # group and first block of a batch
         self._dense: Floats | None = None
         squares = self._check()
         self._factors = np.ones(len(self._bodies), np.float32)
@@ -143,9 +143,7 @@ class Received:
             for nth, indices in zip(some, read, strict=True):
                 room[nth, section.first + start : section.first + stop] = indices
 
-    def _blame(
-        self, code: IndexCode, codes: Sequence[Bytes], some: Sequence[int], blocks: int, start: int, stop: int
-    ) -> None:
+    def _blame(self, code: IndexCode, codes: Sequence[Bytes], some: Sequence[int], blocks: int, start: int, stop: int) -> None:
         """Raise the error of the worker whose indices are not sound."""
         for nth, raw in zip(some, codes, strict=True):
             try:

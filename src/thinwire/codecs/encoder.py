@@ -161,7 +161,7 @@ def encode_slots(
     decay: PerTensor = 1.0,
     scale: PerTensor | None = None,
 ) -> Encoded:
-    """The message of tensors that live in the domain of the transform, with an accumulation before it where `scale` is given."""
+    """The message of tensors that live in the domain of the transform, after an accumulation where `scale` is given."""
     if chain.transform.changes:  # the slots are tensors like any others
         _check_slots(slots, slot_shapes(chain, like))
         if scale is not None:
@@ -210,9 +210,7 @@ def _encode(chain: Stages, tensors: Sequence[Tensor], plan: Plan, coefficients: 
         if part.header:
             written.append(np.frombuffer(with_checksum(part.header, pieces), np.uint8))
         written += pieces
-    kept = [
-        Kept(indices, _joined(read[number]).reshape(values.shape)) for number, (indices, values) in enumerate(chosen)
-    ]
+    kept = [Kept(indices, _joined(read[number]).reshape(values.shape)) for number, (indices, values) in enumerate(chosen)]
     sent = _joined(read[-1])
     finite = all(bool(np.isfinite([r.min(), r.max()]).all()) for r in [sent, *(k.values for k in kept)] if r.size)
     body = torch.from_numpy(_joined(written, np.uint8)).to(tensors[0].device if tensors else "cpu")
@@ -246,9 +244,7 @@ def _keep(
     return indices, values
 
 
-def _indices(
-    chain: Stages, group: Group, indices: NDArray[np.integer] | None, batch: Batch, round: int
-) -> NDArray[np.integer]:
+def _indices(chain: Stages, group: Group, indices: NDArray[np.integer] | None, batch: Batch, round: int) -> NDArray[np.integer]:
     """Which entries of a batch: as found, or as the round and the seed say."""
     if indices is not None:
         return indices[batch.start : batch.stop]

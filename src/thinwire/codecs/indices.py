@@ -148,7 +148,7 @@ class Bitmap(IndexCode):
         np.put_along_axis(kept, indices.astype(np.int64), True, axis=1)
         return np.packbits(kept, axis=1, bitorder="little").reshape(-1)
 
-    def _read_all(self, codes: Sequence[Bytes], n: int, start: int, stop: int) -> Indices:
+    def _read_all(self, codes: Sequence[Bytes], n: int, start: int, stop: int) -> Indices:  # noqa: ARG002
         width = self.bits // 8
         rows = np.concatenate([code[width * start : width * stop] for code in codes])
         found = np.flatnonzero(np.unpackbits(rows, bitorder="little").view(bool))

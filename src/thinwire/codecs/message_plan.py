@@ -234,7 +234,7 @@ def _within(first: int, last: int, blocks: int) -> tuple[int, int]:
 
 
 def _borders(stages: Stages, layout: Layout, parts: int) -> list[int]:
-    """The first block of each part, and the end: about equally many blocks each, and no group with a common scale cut in two."""
+    """The first block of each part, and the end: about equally many blocks each, no group with a common scale cut in two."""
     total = sum(group.blocks for group in layout.groups) + layout.dense_blocks
     if parts == 1 or not total:
         return [0, total]

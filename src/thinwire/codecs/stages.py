@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ class Row:
         """The first value of each of these groups, and the end of the last, [groups + 1]."""
         if g not in self._borders:
             starts = np.cumsum([0, *self.lengths])
-            parts = [np.arange(a, b, min(g, max(b - a, 1))) for a, b in zip(starts, starts[1:], strict=False)]
+            parts = [np.arange(a, b, min(g, max(b - a, 1))) for a, b in itertools.pairwise(starts)]
             self._borders[g] = np.concatenate([*parts, starts[-1:]])
         return self._borders[g]
 
@@ -160,7 +161,7 @@ class Values(ABC):
         return 8 * self.nbytes_of(Row(k, (count,)))
 
     def group_of(self, k: int) -> int:  # noqa: ARG002
-        """Values of a tensor that are written together, such as those of one scale; a part of a message begins with such a group."""
+        """Values of a tensor that are written together, such as those of one scale: no part of a message begins within."""
         return 1
 
     @abstractmethod

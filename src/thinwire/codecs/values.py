@@ -263,7 +263,6 @@ def _bf16_floats(raw: Bytes) -> Floats:
     return torch.from_numpy(raw.copy()).view(torch.bfloat16).float().numpy()
 
 
-
 VALUE_FORMATS.add(5, Int8)
 VALUE_FORMATS.add(6, Fp4)
 VALUE_FORMATS.add(7, TwoBit)

@@ -6,7 +6,7 @@ made with it needs no place in a message.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,22 +15,20 @@ from torch import Tensor
 
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
-N = TypeVar("N", NDArray[np.uint64], Tensor)
 
-
-def _mix(z: N) -> N:
+def _mix(z: Any) -> Any:
     """splitmix64's mixing of 64-bit numbers: uint64 of numpy, or the bits of int64 of torch, which has no uint64 arithmetic."""
     z = (z ^ _shifted(z, 30)) * _factor(z, _FIRST)
     z = (z ^ _shifted(z, 27)) * _factor(z, _SECOND)
     return z ^ _shifted(z, 31)
 
 
-def _shifted(z: N, n: int) -> N:
+def _shifted(z: Any, n: int) -> Any:
     """To the right, with zeros from the left."""
     return (z >> n) & ((1 << (64 - n)) - 1) if isinstance(z, Tensor) else z >> np.uint64(n)
 
 
-def _factor(z: object, number: int) -> np.uint64 | int:
+def _factor(z: object, number: int) -> Any:
     return (number + 2**63) % 2**64 - 2**63 if isinstance(z, Tensor) else np.uint64(number)
 
 

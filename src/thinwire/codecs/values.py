@@ -260,6 +260,8 @@ def _bf16_bytes(values: Floats) -> Bytes:
 
 
 def _bf16_floats(raw: Bytes) -> Floats:
+    if not len(raw):  # torch does not look at an empty array in another dtype
+        return np.empty(0, np.float32)
     return torch.from_numpy(raw.copy()).view(torch.bfloat16).float().numpy()
 
 

@@ -4,8 +4,8 @@ A full DeMo round on GPT-2-shaped lists of tensors: accumulate the momentum, tra
 decode, apply. Two gloo workers on loopback, one thread each. All ways take turns in the same loop, so that a noisy machine
 disturbs them alike.
 
-* rounds: the fast path against `codecs/simple.py` (tensor by tensor, int64 + float32, two all_gathers each), beside a step of
-  AdamW (foreach and fused) and a plain all-reduce of the same parameters;
+* rounds: the fast path against `tests/codecs/simple.py` (tensor by tensor, int64 + float32, two all_gathers each), beside a
+  step of AdamW (foreach and fused) and a plain all-reduce of the same parameters;
 * bytes: one worker's message, and how far its indices are above the entropy bound;
 * memory: the most that a round takes beside parameters, gradients and momentum;
 * workers: time to read and apply the messages of 1 to 32 workers.
@@ -27,13 +27,13 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from tests.codecs.simple import SimpleTopK
 from torch import Tensor
 
 from benchmarks import record
 from benchmarks.pair import SIZES, gpt_shapes, run_pair
 from thinwire import DCT, Float, Int8, Link, Mean, Sign, TopK, share
-from thinwire.codecs import Chain
-from thinwire.codecs.simple import SimpleTopK
+from thinwire.codecs import Chain, Messages
 from thinwire.payload import Payload
 
 DECAY, LR = 0.999, 1e-3
@@ -143,8 +143,8 @@ def bench_bytes() -> dict[str, Any]:
             for values in (Float(), Float("bf16"), Int8(), Sign()):
                 row[f"k={k} {values!r}"] = (DCT(64) >> TopK(k) >> values).nbytes(like)
             sections = [s for s in (DCT(64) >> TopK(k) >> Sign()).plan(like).sections if s.code]
-            indices = sum(8 * s.code.nbytes(s.group.blocks) for s in sections if s.code)
-            bound = sum(s.group.blocks * s.code.bound for s in sections if s.code)
+            indices = sum(8 * s.code.nbytes(s.blocks) for s in sections if s.code)
+            bound = sum(s.blocks * s.code.bound for s in sections if s.code)
             row[f"k={k} indices above the bound"] = indices / bound - 1
         out[size] = row
     return out
@@ -168,7 +168,7 @@ def bench_workers(size: str, repeats: int) -> dict[str, Any]:
 
 
 def _apply(chain: Chain, gathered: list[Payload], params: list[Tensor]) -> None:
-    for _, p, q in chain.receive(gathered, params, mean=Mean(over="senders")).each(params):
+    for _, p, q in chain.receive(Messages(gathered, params, mean=Mean(over="senders"))).each(params):
         p.add_(q.sign_(), alpha=-LR)
 
 

@@ -38,7 +38,7 @@ MODULES = (
     "thinwire.core.optimizer",
     "thinwire.codecs.selection",
     "thinwire.codecs.shared_seed",
-    "thinwire.codecs.stage",
+    "thinwire.codecs.chain",
     "thinwire.codecs.transforms",
     "thinwire.codecs.values",
     "thinwire.codecs.wire",

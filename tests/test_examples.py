@@ -22,9 +22,9 @@ RUNS = {
     "resume.py": (["{tmp}", "20"], r"."),
     "utilisation.py": ([], r"100000 Mbit/s"),
     "predict.py": ([], r"H=32: 23.2 MB a step, 0.198 s waiting, 83.5% computing"),
-    "message_bytes.py": ([], r"TopK\(32\) >> Sign\(\) +gather +1,230,516 "),
-    "decoupled_momentum.py": ([], r"validation loss 0\.0\d+ on both workers, 97 bytes per worker and step"),
-    "ternary.py": ([], r"DCT\(64\) >> TopK\(32\) >> Ternary\(0\.7\) takes 3276 bytes"),
+    "message_bytes.py": ([], r"TopK\(32\) >> Sign\(\) +gather +1,291,268 "),
+    "decoupled_momentum.py": ([], r"validation loss 0\.0\d+ on both workers, 141 bytes per worker and step"),
+    "ternary.py": ([], r"DCT\(64\) >> TopK\(32\) >> Ternary\(0\.7\) takes 3468 bytes"),
     "logged_link.py": ([], None),
 }
 SHARDED = {"sharded.py"}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.processes import Pool
 from thinwire.codecs import WIRE_DTYPES, Dense
+from thinwire.codecs.wire import HEADER_NBYTES, PART_NBYTES
 from thinwire.core.average import average
 from thinwire.core.exchange import Outgoing, post
 from thinwire.core.gates import handshake
@@ -158,7 +159,7 @@ def test_one_exchange_whatever_the_number_of_tensors(tensors: int, gather: bool)
 
     for rounds, payloads in World(2).run(worker):
         assert rounds == len(payloads) == 1
-        assert payloads[0] - 4 * 3 * tensors == (48 if gather else 8), (
+        assert payloads[0] - 4 * 3 * tensors == (HEADER_NBYTES + PART_NBYTES if gather else 8), (
             "the values, and a header or one status number per worker"
         )
 

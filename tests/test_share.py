@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.codecs.simple import SimpleTopK
 from tests.processes import LIMIT, Pool
 from thinwire.codecs import (
     DCT,
@@ -21,6 +22,7 @@ from thinwire.codecs import (
     Identity,
     Int8,
     Mean,
+    Messages,
     RandomK,
     RandomOrthogonal,
     Sign,
@@ -28,7 +30,6 @@ from thinwire.codecs import (
     TopK,
     TwoBit,
 )
-from thinwire.codecs.simple import SimpleTopK
 from thinwire.core.average import average, message_nbytes, share
 from thinwire.core.exchange import Outgoing, post
 from thinwire.errors import ConfigError, NonFiniteRound, WireError
@@ -309,7 +310,7 @@ def test_more_workers_take_no_more_workspace(workers: int) -> None:
     """Beside their messages, and the indices that are kept up to a limit."""
     chain, like = DCT(64) >> TopK(32) >> Float("bf16"), [torch.zeros(1024, 1024), *[torch.zeros(768) for _ in range(60)]]
     messages = [chain.encode([torch.randn(t.shape) for t in like])] * workers
-    received = chain.receive(messages, like)
+    received = chain.receive(Messages(messages, like))
     tracemalloc.start()
     try:
         for _ in received.each(like):

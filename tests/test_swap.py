@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, Dense, Int8
-from thinwire.codecs.wire import HEADER_NBYTES
+from thinwire.codecs.wire import HEADER_NBYTES, PART_NBYTES
 from thinwire.core.average import message_nbytes, swap
 from thinwire.errors import ConfigError, NonFiniteRound, WireError
 from thinwire.links import Link, LinkDecorator, Metered, SoloLink
@@ -40,7 +40,7 @@ def test_it_is_one_message_in_one_envelope() -> None:
         return [(e.op, e.purpose, e.payload, e.sent) for e in link.meter.recent], message_nbytes(link, GATHERED, tensors_of(0))
 
     for seen, expected in World(2).run(worker):
-        assert expected == HEADER_NBYTES + 16 * 4
+        assert expected == HEADER_NBYTES + PART_NBYTES + 16 * 4
         assert seen == [("pair", "round", expected, expected)]
 
 
@@ -104,7 +104,7 @@ def test_a_damaged_message_is_refused_with_its_sender() -> None:
         return str(caught.value)
 
     for rank, said in enumerate(World(2).run(worker)):
-        assert f"the message of rank {1 - rank}: wrong checksum" in said
+        assert f"the message of rank {1 - rank}: part 0 of 1: wrong checksum" in said
 
 
 def test_a_message_of_another_round_is_refused() -> None:

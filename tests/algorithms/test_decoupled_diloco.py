@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
+from tests.codecs.simple import SimpleTopK
 from tests.conformance.training import adamw, assert_close, assert_same, backward, model_of, sgd, snapshot, train
 from thinwire import (
     DCT,
@@ -31,8 +32,7 @@ from thinwire import (
     TwoBit,
     World,
 )
-from thinwire.codecs import Codec
-from thinwire.codecs.simple import SimpleTopK
+from thinwire.codecs import Codec, Messages
 from thinwire.codecs.wire import HEADER_NBYTES
 from thinwire.errors import ConfigError, NonFiniteRound
 
@@ -311,7 +311,7 @@ def test_what_is_left_is_what_was_fed_less_what_the_others_read(mode: Any, value
             opt.finish()
             left = [f - q for f, q in zip(fed, read, strict=True)]
             if mode == "published":
-                Q = codec.combine(others, fed, round=r, mean=opt.mean)
+                Q = codec.combine(Messages(others, fed, round=r, mean=opt.mean))
                 left = [t + Q_ for t, Q_ in zip(left, Q, strict=True)]
             assert_same(opt.slot("momentum"), left, f"round {r}:")
             assert not torch.equal(fed[0], read[0])

@@ -39,7 +39,7 @@ from thinwire import (
     TorchLink,
     World,
 )
-from thinwire.codecs.wire import HEADER_NBYTES
+from thinwire.codecs.wire import HEADER_NBYTES, PART_NBYTES
 from thinwire.errors import CheckpointError, ConfigError, FingerprintMismatch
 from thinwire.links.base import LinkDecorator, Ticket
 from thinwire.network import Op
@@ -1085,7 +1085,7 @@ def test_presets_can_be_overridden(preset: Callable[..., DeMo]) -> None:
 def test_a_vector_is_never_longer_on_the_wire_than_sent_whole(k: int, form: Any) -> None:
     for n in (1, 3, 10, 63, 64, 65, 100, 768, 1000):
         p = nn.Parameter(torch.zeros(n))
-        header = HEADER_NBYTES  # top-k messages travel in an envelope
+        header = HEADER_NBYTES + PART_NBYTES  # top-k messages travel in an envelope
         sent = demo([p], SoloLink(), codec=DCT(64) >> TopK(k) >> form).message_nbytes() - header
         assert 0 < sent <= form.nbytes([p])
 

@@ -14,6 +14,7 @@ from tests.conformance.training import assert_close, assert_same, backward, mode
 from tests.processes import LIMIT, Pool
 from thinwire import Codec, Dense, DiLoCo, Fp4, Int8, Link, Metered, TorchLink, World, average
 from thinwire.codecs import Parts
+from thinwire.codecs.wire import PART_NBYTES
 from thinwire.errors import NonFiniteRound
 from thinwire.maths.outer import Merge, norms_of
 from thinwire.sharding.mesh import make_mesh, shard_model
@@ -98,7 +99,8 @@ def test_narrow_codecs_send_norms_in_float32_beside_their_message(codec: Codec) 
     a = [1e6 * t for t in a]
     sent = RDA.codec(codec, 2)
     assert isinstance(sent, Parts)
-    assert sent.nbytes(RDA.message(a)) == codec.nbytes(a) + 2 * 4
+    headers = PART_NBYTES * (1 + codec.linear)  # of the norms' part, and of the codec's own where it has none by itself
+    assert sent.nbytes(RDA.message(a)) == codec.nbytes(a) + 2 * 4 + headers
     for D, *both in zip(merged([a, b], codec), a, b, strict=True):
         assert D.norm().item() == pytest.approx(sum(x.norm().item() for x in both) / 2, rel=1e-6), "the length is exact"
 
@@ -145,7 +147,7 @@ def test_diloco_with_rda_sends_one_norm_per_tensor_more_in_the_same_message(code
     for (few, formula, tensors, _), (more, other_formula, _, params) in zip(mean, rda, strict=True):
         assert few == [formula] * 2
         assert more == [other_formula] * 2
-        assert other_formula == formula + 4 * tensors
+        assert other_formula == formula + 4 * tensors + (0 if codec.linear else PART_NBYTES)
         assert_same(params, rda[0][3])
 
 

@@ -14,7 +14,7 @@ from tests.processes import Pool
 from thinwire import DiLoCo, Flaky, Int8, Link, LocalSGD, Metered, Network, NoLoCo, SoloLink, World
 from thinwire.algorithms.noloco import partner_of
 from thinwire.codecs import Dense
-from thinwire.codecs.wire import HEADER_NBYTES
+from thinwire.codecs.wire import HEADER_NBYTES, PART_NBYTES
 from thinwire.errors import ConfigError, LinkError, NonFiniteRound, TrainingDiverged
 from thinwire.tools.config import RunConfig
 from thinwire.tools.train import Trainer
@@ -214,7 +214,7 @@ def _bytes_of_rounds(bare: Link) -> tuple:
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     rounds = [(e.op, e.payload, e.sent, e.received) for e in link.meter.recent if e.purpose == "round"]
     others = [(e.purpose, e.op) for e in link.meter.recent if e.purpose != "round"]
-    return rounds, others, HEADER_NBYTES + 4 * parameters, opt.message_nbytes()
+    return rounds, others, HEADER_NBYTES + PART_NBYTES + 4 * parameters, opt.message_nbytes()
 
 
 @pytest.mark.parametrize("workers", [2, 4, 8, 3])

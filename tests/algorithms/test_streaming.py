@@ -29,6 +29,7 @@ from thinwire import (
     StreamingDiLoCo,
     World,
 )
+from thinwire.codecs.wire import HEADER_NBYTES, PART_NBYTES
 from thinwire.core.fragments import block_fragments, deal
 from thinwire.errors import ConfigError, NonFiniteRound
 from thinwire.links.base import LinkDecorator, Ticket
@@ -277,7 +278,7 @@ def test_fp4_sends_an_eighth_and_costs_little() -> None:
     narrow, _, fewer = World(4).run(lambda link: bowl(link, codec=Fp4()))[0]
     assert abs(narrow - shown) < 0.25 * shown
     values = 40 + 60 + 40
-    headers = 3 * 48
+    headers = 3 * (HEADER_NBYTES + PART_NBYTES)
     assert nbytes == 4 * (values + 3 * 4)
     assert fewer - headers <= values / 2 + 3 * 2 + 3, "half a byte per value, and a scale of two bytes per tensor"
 

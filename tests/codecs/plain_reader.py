@@ -1,6 +1,6 @@
 """A reader of thinwire's messages that was written from docs/wire-format.md alone: whole numbers, struct and zlib, no arrays.
 
-    read(message, "DCT(8) >> TopK(3) >> Sign()", [(9, 20), (3,)], round=7, rank=1)
+    read(message, "DCT(8) >> TopK(3) >> Sign()", [(9, 20), (3,)], round=7, sender=1)
 
 gives every tensor as a flat list, or raises `Refused`. It is slow and has no part in the library: it is what the page says,
 said a second time.
@@ -45,26 +45,53 @@ def fingerprint(codec: str, shapes: Sequence[Shape]) -> int:
 class Header:
     flags: int
     round: int
-    rank: int
+    sender: int
+    state_hash: int
     weight: float
 
 
-def open_envelope(message: bytes, *, expected: int, round: int, rank: int, nbytes: int) -> tuple[Header, bytes]:
-    refuse_if(len(message) < 48, "short")
+@dataclass
+class Part:
+    first: int
+    blocks: int
+    values: int
+    codes: int
+    rest: bytes
+
+
+def open_envelope(message: bytes, *, expected: int, round: int, sender: int, nbytes: int) -> tuple[Header, list[Part]]:
+    refuse_if(len(message) < 56, "short")
     refuse_if(message[0:4] != b"THNW", "magic")
-    refuse_if(message[4] != 1, "version")
-    (length,) = struct.unpack("<Q", message[32:40])
+    refuse_if(message[4] != 2, "version")
+    (checksum,) = struct.unpack("<I", message[52:56])
+    refuse_if(zlib.crc32(message[:52] + bytes(4)) != checksum, "checksum")
+    (length,) = struct.unpack("<Q", message[40:48])
     refuse_if(length != nbytes, "announced length")
-    refuse_if(len(message) != 48 + length, "length")
-    (checksum,) = struct.unpack("<I", message[44:48])
-    refuse_if(zlib.crc32(message[:44] + bytes(4) + message[48:]) != checksum, "checksum")
-    refuse_if(message[5] > 1 or message[6:8] != bytes(2) or message[40:44] != bytes(4), "flags")
-    told, number, sender, weight = struct.unpack("<QQIf", message[8:32])
+    refuse_if(len(message) != 56 + length, "length")
+    refuse_if(message[5] > 1, "flags")
+    (count,) = struct.unpack("<H", message[6:8])
+    told, number, name, state = struct.unpack("<QQQQ", message[8:40])
+    (weight,) = struct.unpack("<f", message[48:52])
     refuse_if(told != expected, "fingerprint")
     refuse_if(number != round, "round")
-    refuse_if(sender != rank, "rank")
+    refuse_if(name != sender, "sender")
     refuse_if(not math.isfinite(weight) or weight < 0, "weight")
-    return Header(message[5], number, sender, weight), message[48:]
+    parts = open_parts(message[56:])
+    refuse_if(len(parts) != count, "number of parts")
+    return Header(message[5], number, name, state, weight), parts
+
+
+def open_parts(body: bytes) -> list[Part]:
+    parts, at = [], 0
+    while at < len(body):
+        refuse_if(len(body) - at < 32, "short part")
+        first, blocks, length, values, codes, checksum = struct.unpack("<QQQHHI", body[at : at + 32])
+        refuse_if(length > len(body) - at - 32, "length of a part")
+        rest = body[at + 32 : at + 32 + length]
+        refuse_if(zlib.crc32(body[at : at + 28] + bytes(4) + rest) != checksum, "checksum of a part")
+        parts.append(Part(first, blocks, values, codes, rest))
+        at += 32 + length
+    return parts
 
 
 # --- Codec -----------------------------------------------------------------------------------------------------------------
@@ -82,9 +109,19 @@ class Codec:
     transform: Stage
     selection: Stage
     values: Stage
+    parts: int = 1
+
+    @property
+    def linear(self) -> bool:
+        return self.selection.name != "TopK" and self.values.name == "Float"
 
 
 def parse(text: str) -> Codec:
+    found = re.fullmatch(r"\((.*)\)\.split\((\d+)\)", text)
+    if found:
+        codec = parse(found[1])
+        codec.parts = int(found[2])
+        return codec
     codec = Codec(Stage("Identity", 64), Stage("All", None), Stage("Float", "fp32"))
     for part in text.split(" >> "):
         found = re.fullmatch(r"(\w+)\(([^,]*?)(?:, seed=(-?\d+))?\)", part)
@@ -209,23 +246,6 @@ class Code:
         return max(1, (self.L - 1).bit_length())
 
     @property
-    def B(self) -> int:
-        return math.ceil(Fraction(self.L, 1 << self.low)) if self.low else self.L - self.k + 1
-
-    @property
-    def ranks(self) -> int:
-        return math.comb(self.B + self.k - 1, self.k)
-
-    @property
-    def rank_bits(self) -> int:
-        return max(1, (self.ranks - 1).bit_length())
-
-    @property
-    def limbs(self) -> list[int]:
-        whole, rest = divmod(self.rank_bits, 52)
-        return [52] * whole + [rest] * bool(rest)
-
-    @property
     def R(self) -> int:
         """Bits of a row."""
         return self.L if self.name == "Bitmap" else math.ceil(Fraction(self.L, 1 << self.low)) + self.k - 1
@@ -234,19 +254,15 @@ class Code:
     def bits(self) -> int:
         if self.name == "Packed":
             return self.k * self.width
-        return self.k * self.low + (self.rank_bits if self.name == "Ranked" else 8 * ((self.R + 7) // 8))
+        return self.k * self.low + 8 * ((self.R + 7) // 8)
 
     def nbytes(self, n: int) -> int:
         if self.name == "Packed":
             return packed_nbytes(n * self.k, self.width)
-        high = sum(packed_nbytes(n, width) for width in self.limbs) if self.name == "Ranked" else n * ((self.R + 7) // 8)
-        return high + packed_nbytes(n * self.k, self.low)
+        return n * ((self.R + 7) // 8) + packed_nbytes(n * self.k, self.low)
 
     def read(self, raw: bytes, n: int) -> list[list[int]]:
-        if self.name == "Packed":
-            rows = self.read_packed(raw, n)
-        else:
-            rows = self.read_ranked(raw, n) if self.name == "Ranked" else self.read_rows(raw, n)
+        rows = self.read_packed(raw, n) if self.name == "Packed" else self.read_rows(raw, n)
         for row in rows:
             refuse_if(max(row) >= self.L, "index out of range")
             refuse_if(any(a >= b for a, b in itertools.pairwise(row)), "order")
@@ -265,45 +281,20 @@ class Code:
             refuse_if(len(rows[-1]) != self.k, "bitmap")
         return rows if self.name == "Bitmap" else self.with_low(rows, raw[n * size :])
 
-    def read_ranked(self, raw: bytes, n: int) -> list[list[int]]:
-        ranks, at = [0] * n, 0
-        for i, width in enumerate(self.limbs):
-            size = packed_nbytes(n, width)
-            ranks = [rank | limb << (52 * i) for rank, limb in zip(ranks, unpack(raw[at : at + size], n, width), strict=True)]
-            at += size
-        refuse_if(any(rank >= self.ranks for rank in ranks), "rank")
-        rows = [self.unrank(rank) for rank in ranks]
-        return self.with_low(rows, raw[at:]) if self.low else rows
-
     def with_low(self, rows: list[list[int]], raw: bytes) -> list[list[int]]:
         lows = iter(unpack(raw, len(rows) * self.k, self.low))
         return [[((s - j) << self.low) | next(lows) for j, s in enumerate(row)] for row in rows]
 
-    def unrank(self, rank: int) -> list[int]:
-        found = []
-        s = self.B + self.k - 2
-        for j in range(self.k - 1, -1, -1):
-            while math.comb(s, j + 1) > rank:
-                s -= 1
-            rank -= math.comb(s, j + 1)
-            found.append(s)
-        return found[::-1]
-
 
 def choose_code(L: int, k: int, n: int) -> Code:
-    lows = range((L - 1).bit_length())
-    ranked = [c for c in (Code("Ranked", L, k, low) for low in lows) if k * (c.B + 1) * len(c.limbs) <= 1 << 20]
-    near = [c for c in ranked if c.bits <= 1.03 * math.log2(math.comb(L, k))]
-    fewest = [c for c in ranked if c.bits == min(r.bits for r in ranked)]
     choice = Code("Packed", L, k)
-    for other in (Code("Bitmap", L, k), *(Code("EliasFano", L, k, low) for low in lows)):
+    for other in (Code("Bitmap", L, k), *(Code("EliasFano", L, k, low) for low in range((L - 1).bit_length()))):
         if other.nbytes(n) < choice.nbytes(n):
-            choice = other
-    for other in (near or fewest)[-1:]:
-        if other.nbytes(n) * 1.01 < choice.nbytes(n):
             choice = other
     return choice
 
+
+CODE_NUMBERS = {"Packed": 0, "Bitmap": 1, "EliasFano": 2}
 
 # --- Values --------------------------------------------------------------------------------------------------------------
 
@@ -315,11 +306,15 @@ def group_of(values: Stage, k: int) -> int:
     return values.first or (256 if values.name == "Fp4" else k)
 
 
-def values_nbytes(values: Stage, count: int, k: int) -> int:
+FORMAT_NUMBERS = {"fp32": 1, "bf16": 2, "fp16": 3, "fp64": 4, "Int8": 5, "Fp4": 6, "TwoBit": 7, "Sign": 8}
+
+
+def values_nbytes(values: Stage, lengths: Sequence[int], k: int) -> int:
+    """Of a row with so many values of each tensor."""
     if values.name == "Float":
-        return count * FLOATS[values.first]
+        return sum(lengths) * FLOATS[values.first]
     (width, scales), g = WIDTHS[values.name], group_of(values, k)
-    return 2 * scales * ((count + g - 1) // g) + packed_nbytes(count, width)
+    return 2 * scales * sum((n + g - 1) // g for n in lengths) + packed_nbytes(sum(lengths), width)
 
 
 def values_bits(values: Stage, count: int, k: int) -> float:
@@ -341,9 +336,9 @@ def binary32(x: float) -> float:
         return math.inf
 
 
-def read_values(values: Stage, raw: bytes, count: int, k: int) -> list[float]:
-    assert len(raw) == values_nbytes(values, count, k)
-    out = read_floats(values.first, raw) if values.name == "Float" else read_scaled(values, raw, count, group_of(values, k))
+def read_values(values: Stage, raw: bytes, lengths: Sequence[int], k: int) -> list[float]:
+    assert len(raw) == values_nbytes(values, lengths, k)
+    out = read_floats(values.first, raw) if values.name == "Float" else read_scaled(values, raw, lengths, group_of(values, k))
     refuse_if(not all(math.isfinite(v) for v in out), "value")
     return out
 
@@ -354,15 +349,23 @@ def read_floats(dtype: str, raw: bytes) -> list[float]:
     return [bf16(v) if dtype == "bf16" else struct.unpack("<f" if dtype == "fp32" else "<e", v)[0] for v in each]
 
 
-def read_scaled(values: Stage, raw: bytes, count: int, g: int) -> list[float]:
+def read_scaled(values: Stage, raw: bytes, lengths: Sequence[int], g: int) -> list[float]:
     width, scales = WIDTHS[values.name]
-    head = 2 * scales * ((count + g - 1) // g)
+    groups = [number for number, size in enumerate(group_sizes(lengths, g)) for _ in range(size)]  # of each value
+    head = 2 * scales * len(group_sizes(lengths, g))
     told = [bf16(raw[at : at + 2]) for at in range(0, head, 2)]
     refuse_if(not all(math.isfinite(s) for s in told), "scale")
     refuse_if(any(s < 0 for s in told), "negative scale")
-    codes = unpack(raw[head:], count, width)
+    codes = unpack(raw[head:], len(groups), width)
     refuse_if(values.name == "Int8" and 128 in codes, "an int8 code of -128")
-    return [binary32(meaning(values.name, c, told[i // g * scales : i // g * scales + scales])) for i, c in enumerate(codes)]
+    return [
+        binary32(meaning(values.name, c, told[group * scales : group * scales + scales]))
+        for group, c in zip(groups, codes, strict=True)
+    ]
+
+
+def group_sizes(lengths: Sequence[int], g: int) -> list[int]:
+    return [min(g, n - at) for n in lengths for at in range(0, n, g)]
 
 
 def meaning(name: str, c: int, scales: list[float]) -> float:
@@ -437,65 +440,148 @@ def back(transform: Stage, Q: Matrix, round: int) -> Matrix:
 # --- All of it -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Section:
+    """Blocks of one group, or of the tensors that are sent whole: (tensor, its first block here, how many)."""
+
+    group: list[Blocks] | None
+    number: int
+    runs: list[tuple[int, int, int]]
+    k: int
+    lengths: list[int]
+    code: Code | None
+
+    @property
+    def n(self) -> int:
+        return sum(blocks for _, _, blocks in self.runs)
+
+    def nbytes(self, codec: Codec) -> int:
+        return (self.code.nbytes(self.n) if self.code else 0) + values_nbytes(codec.values, self.lengths, self.k)
+
+
+def sections_of(
+    codec: Codec, groups: list[list[Blocks]], whole: list[int], shapes: Sequence[Shape], first: int, last: int
+) -> list[Section]:
+    """What blocks `first` to `last` of a message make."""
+    out, base = [], 0
+    for group in groups:
+        k, runs, begin, number = kept(codec.selection, group[0].L), [], base, 0
+        for b in group:
+            lo, hi = max(first - base, 0), min(last - base, b.Y * b.X)
+            if lo < hi:
+                number = number if runs else base - begin + lo
+                runs.append((b.tensor, lo, hi - lo))
+            base += b.Y * b.X
+        if runs:
+            n = sum(blocks for _, _, blocks in runs)
+            code = choose_code(group[0].L, k, n) if codec.selection.name == "TopK" else None
+            out.append(Section(group, number, runs, k, [blocks * k for _, _, blocks in runs], code))
+    runs, lengths = [], []
+    for t in whole:
+        n = math.prod(shapes[t])
+        blocks = (n + 255) // 256
+        lo, hi = max(first - base, 0), min(last - base, blocks)
+        if lo < hi:
+            runs.append((t, lo, hi - lo))
+            lengths.append(min(hi * 256, n) - lo * 256)
+        base += blocks
+    if runs:
+        out.append(Section(None, 0, runs, 256, lengths, None))
+    return out
+
+
+def borders(codec: Codec, groups: list[list[Blocks]], whole: list[int], shapes: Sequence[Shape]) -> list[int]:
+    """The first block of each part, and the end."""
+    tensors = [(b.Y * b.X, kept(codec.selection, b.L)) for group in groups for b in group]
+    tensors += [((math.prod(shapes[t]) + 255) // 256, 256) for t in whole]
+    total = sum(blocks for blocks, _ in tensors)
+    cuts = {0}
+    for i in range(1, codec.parts):
+        at, base = total * i // codec.parts, 0
+        for blocks, k in tensors:
+            if base <= at < base + blocks:
+                g = 1 if codec.values.name == "Float" else group_of(codec.values, k)
+                unit = math.lcm(g, k) // k
+                cuts.add(base + (at - base) // unit * unit)
+            base += blocks
+    return [*sorted(cuts - {total}), total] if total else [0, 0]
+
+
 def body_nbytes(text: str, shapes: Sequence[Shape]) -> int:
     codec = parse(text)
-    return laid_out_nbytes(codec, *lay_out(codec, shapes), shapes)
+    groups, whole = lay_out(codec, shapes)
+    cuts = borders(codec, groups, whole, shapes)
+    total = sum(s.nbytes(codec) for a, b in itertools.pairwise(cuts) for s in sections_of(codec, groups, whole, shapes, a, b))
+    return total + (0 if codec.linear else 32 * (len(cuts) - 1))
 
 
 def laid_out_nbytes(codec: Codec, groups: list[list[Blocks]], whole: list[int], shapes: Sequence[Shape]) -> int:
-    total = 0
-    for group in groups:
-        n, L = sum(b.Y * b.X for b in group), group[0].L
-        k = kept(codec.selection, L)
-        total += choose_code(L, k, n).nbytes(n) if codec.selection.name == "TopK" else 0
-        total += values_nbytes(codec.values, n * k, k)
-    return total + values_nbytes(codec.values, sum(math.prod(shapes[t]) for t in whole), 256)
+    return sum(s.nbytes(codec) for s in sections_of(codec, groups, whole, shapes, 0, 1 << 62))
 
 
-def read(message: bytes, text: str, shapes: Sequence[Shape], *, round: int, rank: int) -> list[list[float]]:
+def read(message: bytes, text: str, shapes: Sequence[Shape], *, round: int, sender: int) -> list[list[float]]:
     """Every tensor of a message, flat; raises `Refused`."""
     expected, nbytes = fingerprint(text, shapes), body_nbytes(text, shapes)
-    header, body = open_envelope(message, expected=expected, round=round, rank=rank, nbytes=nbytes)
-    refuse_if(bool(header.flags & 1), "withdrawn")
-    return read_body(body, text, shapes, round=round)
+    header, parts = open_envelope(message, expected=expected, round=round, sender=sender, nbytes=nbytes)
+    refuse_if(bool(header.flags & 1), "invalid")
+    return read_parts(parts, text, shapes, round=round)
+
+
+def read_parts(parts: Sequence[Part], text: str, shapes: Sequence[Shape], *, round: int) -> list[list[float]]:
+    """Every tensor of some parts of a message, flat, with zeros where no part has it; raises `Refused`."""
+    codec = parse(text)
+    groups, whole = lay_out(codec, shapes)
+    cuts = borders(codec, groups, whole, shapes)
+    tensors = [[0.0] * math.prod(shape) for shape in shapes]
+    for part in parts:
+        refuse_if(part.first not in cuts[:-1], "first block")
+        last = cuts[cuts.index(part.first) + 1]
+        refuse_if(part.blocks != last - part.first, "number of blocks")
+        sections = sections_of(codec, groups, whole, shapes, part.first, last)
+        refuse_if(len(part.rest) != sum(s.nbytes(codec) for s in sections), "length of a part")
+        name = codec.values.first if codec.values.name == "Float" else codec.values.name
+        refuse_if(part.values != FORMAT_NUMBERS[name], "value format")
+        refuse_if(part.codes != sum({1 << CODE_NUMBERS[s.code.name] for s in sections if s.code}), "index codes")
+        read_sections(part.rest, codec, sections, tensors, round)
+    return tensors
 
 
 def read_body(body: bytes, text: str, shapes: Sequence[Shape], *, round: int) -> list[list[float]]:
-    """Every tensor of a body, flat; raises `Refused`."""
-    codec, at = parse(text), 0
-    groups, whole = lay_out(codec, shapes)
+    """Every tensor of the body of a linear codec, which has no parts; raises `Refused`."""
+    codec = parse(text)
     tensors = [[0.0] * math.prod(shape) for shape in shapes]
-
-    def take(n: int) -> bytes:
-        nonlocal at
-        at += n
-        return body[at - n : at]
-
-    for group in groups:
-        n, L = sum(b.Y * b.X for b in group), group[0].L
-        k = kept(codec.selection, L)
-        if codec.selection.name == "TopK":
-            code = choose_code(L, k, n)
-            indices = code.read(take(code.nbytes(n)), n)
-        else:
-            indices = [places(codec.selection, L, round, b) for b in range(n)]
-        values = read_values(codec.values, take(values_nbytes(codec.values, n * k, k)), n * k, k)
-        number = 0
-        for b in group:
-            for y in range(b.Y):
-                for x in range(b.X):
-                    Q = [[0.0] * b.w for _ in range(b.h)]
-                    for i, e in enumerate(indices[number]):
-                        Q[e // b.w][e % b.w] = values[number * k + i]
-                    put(tensors[b.tensor], b, y, x, back(codec.transform, Q, round))
-                    number += 1
-    count = sum(len(tensors[t]) for t in whole)
-    rest = read_values(codec.values, take(values_nbytes(codec.values, count, 256)), count, 256)
-    for t in whole:
-        tensors[t], rest = rest[: len(tensors[t])], rest[len(tensors[t]) :]
-    assert at == len(body)
-    assert not rest
+    groups, whole = lay_out(codec, shapes)
+    read_sections(body, codec, sections_of(codec, groups, whole, shapes, 0, 1 << 62), tensors, round)
     return tensors
+
+
+def read_sections(raw: bytes, codec: Codec, sections: Sequence[Section], tensors: list[list[float]], round: int) -> None:
+    at = 0
+    for s in sections:
+        indices = []
+        if s.code:
+            indices = s.code.read(raw[at : at + s.code.nbytes(s.n)], s.n)
+            at += s.code.nbytes(s.n)
+        elif s.group:
+            indices = [places(codec.selection, s.group[0].L, round, s.number + i) for i in range(s.n)]
+        size = values_nbytes(codec.values, s.lengths, s.k)
+        values = read_values(codec.values, raw[at : at + size], s.lengths, s.k)
+        at += size
+        if s.group is None:
+            for (t, first, _), n in zip(s.runs, s.lengths, strict=True):
+                tensors[t][first * 256 : first * 256 + n] = values[:n]
+                values = values[n:]
+            continue
+        number = 0
+        for t, first, blocks in s.runs:
+            b = next(b for b in s.group if b.tensor == t)
+            for block in range(first, first + blocks):
+                Q = [[0.0] * b.w for _ in range(b.h)]
+                for i, e in enumerate(indices[number]):
+                    Q[e // b.w][e % b.w] = values[number * s.k + i]
+                put(tensors[t], b, block // b.X, block % b.X, back(codec.transform, Q, round))
+                number += 1
+    assert at == len(raw)
 
 
 def put(tensor: list[float], b: Blocks, y: int, x: int, block: Matrix) -> None:

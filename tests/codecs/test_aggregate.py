@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.tiers import examples
-from thinwire.codecs import Dense, Mean
+from thinwire.codecs import Dense, Mean, Messages
 from thinwire.errors import ConfigError
 
 calm = settings(deadline=None, database=None, derandomize=True)
@@ -312,7 +312,7 @@ def test_dense_messages_are_combined_by_the_same_rules(mean: Mean) -> None:
         rows *= np.minimum(1, mean.clip_norm / norms)[:, None]
         assert (norms > 3).any()
     by_hand = [slow_trimmed(column, mean.trimmed) for column in rows.T.tolist()]
-    combined = codec.combine(messages, sent[0], mean=mean)
+    combined = codec.combine(Messages(messages, sent[0], mean=mean))
     assert [t.shape for t in combined] == [t.shape for t in sent[0]]
     np.testing.assert_allclose(flat(combined), by_hand, atol=1e-5)
 
@@ -320,4 +320,4 @@ def test_dense_messages_are_combined_by_the_same_rules(mean: Mean) -> None:
 def test_dense_messages_are_weighted() -> None:
     codec, messages, sent = dense_messages(3)
     by_hand = (2 * flat(sent[0]) + flat(sent[1]) * 0.5 + 0 * flat(sent[2])) / 2.5
-    np.testing.assert_allclose(flat(codec.combine(messages, sent[0], weights=[2.0, 0.5, 0.0])), by_hand, atol=1e-5)
+    np.testing.assert_allclose(flat(codec.combine(Messages(messages, sent[0], weights=[2.0, 0.5, 0.0]))), by_hand, atol=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from thinwire.codecs import (
     Identity,
     Int8,
     Mean,
+    Messages,
     RandomK,
     RandomOrthogonal,
     Sign,
@@ -37,9 +39,11 @@ from thinwire.codecs import (
 )
 from thinwire.codecs import layout as layout_module
 from thinwire.codecs.base import Codec
-from thinwire.codecs.chain import _plan
 from thinwire.codecs.indices import index_code
 from thinwire.codecs.layout import as_matrix
+from thinwire.codecs.message_plan import plan_of
+from thinwire.codecs.stages import Row
+from thinwire.codecs.wire import PART_NBYTES
 from thinwire.errors import ConfigError, WireError
 from thinwire.payload import Payload
 
@@ -155,19 +159,23 @@ def slow_layout(chain: Chain, shapes: Sequence[Shape]) -> tuple[dict[tuple[int, 
             whole.append(i)
         else:
             groups.setdefault((h, w), []).append((i, blocks))
-    total = chain.values.nbytes_of(sum(math.prod(shapes[i]) for i in whole), 256)
+    total = chain.values.nbytes_of(whole_row(shapes, whole))
     for (h, w), tensors in groups.items():
         n, k = sum(blocks for _, blocks in tensors), chain.selection.count(h * w)
         total += index_code(h * w, k, n).nbytes(n) if chain.selection.indexed else 0
-        total += chain.values.nbytes_of(n * k, k)
-    if total > chain.values.nbytes_of(sum(map(math.prod, shapes)), 256):
+        total += chain.values.nbytes_of(Row(k, tuple(blocks * k for _, blocks in tensors)))
+    if total > chain.values.nbytes_of(whole_row(shapes, range(len(shapes)))):
         return {}, [i for i, s in enumerate(shapes) if math.prod(s)]
     return groups, whole
 
 
+def whole_row(shapes: Sequence[Shape], whole: Sequence[int]) -> Row:
+    return Row(256, tuple(math.prod(shapes[i]) for i in whole))
+
+
 def slow_read(chain: Chain, payload: Payload, shapes: Sequence[Shape], round: int = 0) -> list[Slow]:
     """A message, section by section: indices of all blocks, values of all blocks; at the end what is sent whole."""
-    raw, at = np.frombuffer(payload.to_bytes(), np.uint8), 0
+    raw, at = np.frombuffer(payload.to_bytes(), np.uint8), 0 if chain.linear else PART_NBYTES
     out = [Slow(np.zeros(0), np.zeros(0, bool)) for _ in shapes]
     groups, whole = slow_layout(chain, shapes)
     for (h, w), tensors in groups.items():
@@ -179,8 +187,9 @@ def slow_read(chain: Chain, payload: Payload, shapes: Sequence[Shape], round: in
             at += nbytes
         else:
             places = chain.selection.positions(L, round, 0, n)
-        nbytes = chain.values.nbytes_of(n * k, k)
-        values = chain.values.read(raw[at : at + nbytes], n * k, k, 0, n * k).reshape(n, k)
+        row = Row(k, tuple(blocks * k for _, blocks in tensors))
+        nbytes = chain.values.nbytes_of(row)
+        values = chain.values.read(raw[at : at + nbytes], row, 0, n * k).reshape(n, k)
         at += nbytes
         dense, sent = np.zeros((n, L)), np.zeros((n, L), bool)
         np.put_along_axis(dense, places, values.astype(np.float64), axis=1)
@@ -191,8 +200,9 @@ def slow_read(chain: Chain, payload: Payload, shapes: Sequence[Shape], round: in
             first += blocks
     total = sum(math.prod(shapes[i]) for i in whole)
     if total:
-        nbytes = chain.values.nbytes_of(total, 256)
-        values = chain.values.read(raw[at : at + nbytes], total, 256, 0, total).astype(np.float64)
+        row = whole_row(shapes, whole)
+        nbytes = chain.values.nbytes_of(row)
+        values = chain.values.read(raw[at : at + nbytes], row, 0, total).astype(np.float64)
         at += nbytes
         for i in whole:
             n = math.prod(shapes[i])
@@ -284,7 +294,8 @@ def test_rounding_is_that_of_the_value_format(chain: Chain, shapes: list[Shape],
         ]
         kept = np.concatenate([t[told[i].sent] for t, i in zip(truth, members, strict=True)])
         read = np.concatenate([told[i].values[told[i].sent] for i in members])
-        alone = chain.values.write(kept.astype(np.float32), k)[1].astype(np.float64)
+        row = Row(k, tuple(int(told[i].sent.sum()) for i in members))
+        alone = chain.values.write(kept.astype(np.float32), row)[1].astype(np.float64)
         assert energy(read - kept) <= 1.001 * energy(alone - kept) + 1e-5 * energy(kept) + 1e-9
     if chain.values == Float():
         for x, back in zip(tensors, chain.decode(chain.encode(tensors, round=round), tensors, round=round), strict=True):
@@ -315,18 +326,19 @@ def test_a_tensor_never_takes_more_bytes_than_sent_whole_in_the_same_format(sele
         if isinstance(selection, All) and not isinstance(transform, Identity):
             continue
         like = [torch.empty(s, device="meta")]
-        assert Chain(transform, selection, values).nbytes(like) <= values.nbytes(like)
+        chain = Chain(transform, selection, values)
+        assert chain.nbytes(like) - (0 if chain.linear else PART_NBYTES) <= values.nbytes_of(Row(256, (math.prod(s),)))
 
 
 def test_small_tensors_are_sent_whole_and_exactly() -> None:
     """Half of 64 entries with their indices cost more than all of them in one bit; a matrix does not."""
     chain = DCT(64) >> TopK(32) >> Sign()
     small, large = torch.randn(64), torch.randn(128, 128)
-    assert chain.nbytes([small]) == 64 // 8 + 2
+    assert chain.nbytes([small]) == PART_NBYTES + 64 // 8 + 2
     assert slow_layout(chain, [(64,), (128, 128)])[1] == [0]
     assert chain.slot_shapes([small, large]) == [(64,), (128, 128)]
     exact = (DCT(64) >> TopK(64)).encode([small])
-    assert exact.to_bytes() == small.numpy().tobytes()
+    assert exact.to_bytes()[PART_NBYTES:] == small.numpy().tobytes()
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
@@ -402,9 +414,9 @@ def test_memory_of_any_order_is_read_in_the_order_of_the_entries(chain: Codec) -
 def small_batches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """One block of 64 x 64 per batch, or a few: strips are split and tensors share batches."""
     monkeypatch.setattr(layout_module, "BATCH", request.param)
-    _plan.cache_clear()
+    plan_of.cache_clear()
     yield request.param
-    _plan.cache_clear()
+    plan_of.cache_clear()
 
 
 LARGE: list[Shape] = [(200, 900), (64, 64), (900, 70), (3000,), (130, 3), (128, 5, 30), (7,)]
@@ -434,7 +446,7 @@ def test_batches_do_not_show_in_a_message(chain: Chain, small_batches: int) -> N
             np.testing.assert_allclose(slow.values[slow.sent], truth[slow.sent], rtol=1e-4, atol=1e-4)
     for mean in (Mean(), Mean(over="senders")):
         by_hand = [slow_mean(mean, [w[i] for w in told], [1.0] * 3) for i in range(len(LARGE))]
-        combined = chain.combine(messages, workers[0], round=2, mean=mean)
+        combined = chain.combine(Messages(messages, workers[0], round=2, mean=mean))
         assert_same(combined, back_to_tensors(chain, by_hand, LARGE, 2))
 
 
@@ -475,7 +487,7 @@ def test_the_mean_of_messages_decodes_to_the_mean_of_what_they_say(
     singles = [chain.decode(m, all_of_them[0], round=round) for m in messages]
     by_hand = [torch.stack(each).double().mean(dim=0).numpy() for each in zip(*singles, strict=True)]
     assert_same(chain.decode(mean, all_of_them[0], round=round), by_hand)
-    assert_same(chain.combine(messages, all_of_them[0], round=round), by_hand)
+    assert_same(chain.combine(Messages(messages, all_of_them[0], round=round)), by_hand)
 
 
 @pytest.mark.parametrize("chain", [Float("bf16"), DCT(8) >> RandomK(3), Striding(0.5) >> Float("fp16")], ids=repr)
@@ -691,7 +703,7 @@ def test_several_messages_are_combined_as_by_a_slow_loop(
     weights = [1.0 + r / 2 for r in range(workers)] if weighted and not mean.trimmed else None
     told = rescaled(mean, [slow_read(chain, m, shapes, round) for m in messages])
     by_hand = [slow_mean(mean, [w[i] for w in told], weights or [1.0] * workers) for i in range(len(shapes))]
-    combined = chain.combine(messages, meta(all_of_them[0]), round=round, mean=mean, weights=weights)
+    combined = chain.combine(Messages(messages, meta(all_of_them[0]), round=round, mean=mean, weights=weights))
     assert_same(combined, back_to_tensors(chain, by_hand, shapes, round))
 
 
@@ -704,7 +716,7 @@ def test_over_workers_the_mean_of_messages_is_the_mean_of_their_decodes(
     messages = [chain.encode(w, round=round) for w in all_of_them]
     singles = [chain.decode(m, all_of_them[0], round=round) for m in messages]
     by_hand = [torch.stack(each).double().mean(dim=0).numpy() for each in zip(*singles, strict=True)]
-    assert_same(chain.combine(messages, all_of_them[0], round=round), by_hand)
+    assert_same(chain.combine(Messages(messages, all_of_them[0], round=round)), by_hand)
 
 
 @pytest.mark.parametrize("chain", [DCT(8) >> TopK(4), TopK(4) >> Sign(), RandomK(5) >> Int8(), Sign()], ids=repr)
@@ -713,7 +725,7 @@ def test_the_mean_of_equal_messages_is_the_message(chain: Codec) -> None:
     message = chain.encode(tensors)
     once = chain.decode(message, tensors)
     for mean in (Mean(), Mean(over="senders"), Mean(median_norm=True), Mean(trimmed=0.3)):
-        for a, b in zip(once, chain.combine([message] * 4, tensors, mean=mean), strict=True):
+        for a, b in zip(once, chain.combine(Messages([message] * 4, tensors, mean=mean)), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -726,9 +738,9 @@ def test_one_liar_of_five_cannot_move_the_mean_far(chain: Chain, mean: Mean) -> 
     lie = [1e6 * contribution([(64, 64)], seed=9)[0]]
     norms = [math.sqrt(energy(chain.decode(chain.encode(h), h)[0])) for h in honest]
     messages = [chain.encode(h) for h in (*honest[:2], lie, *honest[2:])]
-    moved = chain.combine(messages, lie, mean=mean)[0]
+    moved = chain.combine(Messages(messages, lie, mean=mean))[0]
     assert math.sqrt(energy(moved)) <= 1.01 * max(*norms, 30.0)
-    assert math.sqrt(energy(chain.combine(messages, lie)[0])) > 1000 * max(norms)
+    assert math.sqrt(energy(chain.combine(Messages(messages, lie))[0])) > 1000 * max(norms)
 
 
 @pytest.mark.parametrize("bad", range(4))
@@ -738,26 +750,42 @@ def test_of_indices_that_are_read_together_the_bad_worker_is_named(bad: int) -> 
     (section,) = plan.sections
     messages = [chain.encode(contribution([(100,)], seed)) for seed in range(4)]
     code = messages[bad].data.view(torch.uint8)[section.start : section.middle]
-    code[:] = 0xFF  # a rank beyond the last, or padding that is not zero
+    code[:] = 0xFF  # too many bits, or padding that is not zero
     with pytest.raises(WireError) as caught:
-        chain.combine(messages, [torch.empty(100)])
+        chain.combine(Messages(messages, [torch.empty(100)]))
     assert caught.value.rank == bad
 
 
-@pytest.mark.parametrize("room", [0, 6], ids=["nothing is kept", "indices are kept"])
-def test_what_is_read_twice_says_the_same(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large messages do not keep what was read between checking and decoding, or their indices only."""
-    chain = DCT(64) >> TopK(8) >> Sign()
-    workers = [contribution(LARGE, seed) for seed in range(3)]
-    messages = [chain.encode(w) for w in workers]
-    everything = chain.receive(messages, workers[0])
-    assert all(kept.indices is not None and kept.values is not None for kept in everything._kept)
-    entries = 3 * sum(section.count for section in chain.plan(workers[0]).sections)
-    monkeypatch.setattr("thinwire.codecs.received._KEEP", room * entries)
-    some = chain.receive(messages, workers[0])
-    assert all((kept.indices is None) == (room == 0) and kept.values is None for kept in some._kept)
-    assert all(map(torch.equal, everything.tensors(), some.tensors()))
-    assert everything.squares() == some.squares()
+@pytest.mark.parametrize("mean", [Mean(), Mean(over="senders"), Mean(clip_norm=1.0), Mean(trimmed=0.3)], ids=repr)
+@pytest.mark.parametrize("values", [Sign(), Float("bf16"), Int8(), Fp4(), TwoBit()], ids=repr)
+@pytest.mark.parametrize(("workers", "parts"), [(2, 1), (40, 1), (5, 3)])
+def test_every_message_is_read_once(values: Any, mean: Mean, workers: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their number, and though norms of the mean are asked for before it is applied."""
+    chain = (DCT(8) >> TopK(8) >> values).split(parts)
+    like = contribution([(100, 90), (64, 64), (700,), (7,)])
+    messages = Messages([chain.encode(contribution([t.shape for t in like], seed)) for seed in range(workers)], like, mean=mean)
+    plan = chain.plan(like)
+    assert len(plan.parts) == parts
+    indices, read = Counter[str](), Counter[str]()
+    decode_all, read_values = type(plan.sections[0].code).decode_all, type(values).read
+
+    def counted_indices(self: Any, codes: Sequence[Any], n: int, start: int = 0, stop: int | None = None) -> Any:
+        indices["blocks"] += len(codes) * ((n if stop is None else stop) - start)
+        return decode_all(self, codes, n, start, stop)
+
+    def counted_values(self: Any, raw: Any, row: Row, start: int, stop: int, *, check: bool = True) -> Any:
+        read["values"] += stop - start
+        return read_values(self, raw, row, start, stop, check=check)
+
+    monkeypatch.setattr(type(plan.sections[0].code), "decode_all", counted_indices)
+    monkeypatch.setattr(type(values), "read", counted_values)
+    received = chain.receive(messages)
+    assert received.safe
+    assert len(received.squares()) == len(like)
+    for _, part, q in received.each([t.clone() for t in like]):
+        part.add_(q)
+    assert indices["blocks"] == workers * sum(group.blocks for group in plan.layout.groups) > 0
+    assert read["values"] == workers * sum(s.count for s in (*plan.sections, *plan.whole)) > 0
 
 
 # --- Side by side ----------------------------------------------------------------------------------------------------------
@@ -775,7 +803,7 @@ def test_going_through_tensors_and_mean_side_by_side_changes_each_entry_once(cha
     before = [p.clone() for p in parameters]
     workers = [[p.contiguous() * (r + 1) for p in parameters] for r in range(2)]
     chain = Chain.of(chain)
-    received = chain.receive([chain.encode(w) for w in workers], parameters)
+    received = chain.receive(Messages([chain.encode(w) for w in workers], parameters))
     mean = received.tensors()
     visited = [0] * len(parameters)
     for i, piece, part in received.each(parameters):
@@ -789,7 +817,7 @@ def test_going_through_tensors_and_mean_side_by_side_changes_each_entry_once(cha
 
 def test_the_mean_may_be_overwritten_while_going_through() -> None:
     chain, x = DCT(8) >> TopK(4), contribution([(40, 90), (70, 8), (5,)])
-    received = chain.receive([chain.encode(x)], x)
+    received = chain.receive(Messages([chain.encode(x)], x))
     first = received.tensors()
     for _, _, part in received.each(x):
         part.fill_(math.nan)
@@ -798,7 +826,7 @@ def test_the_mean_may_be_overwritten_while_going_through() -> None:
 
 def test_parameters_that_require_gradients_are_changed_in_place() -> None:
     chain, p = DCT(8) >> TopK(4), torch.nn.Parameter(torch.randn(32, 32))
-    received = chain.receive([chain.encode([p])], [p])
+    received = chain.receive(Messages([chain.encode([p])], [p]))
     before = p.detach().clone()
     for _, piece, part in received.each([p]):
         piece.add_(part)
@@ -818,7 +846,7 @@ def test_a_message_of_another_length_is_refused_in_its_senders_name(chain: Chain
     with pytest.raises(
         WireError, match=f"the message of rank 1: a message of {len(raw) + more} bytes, where .* {len(raw)}$"
     ) as caught:
-        chain.combine([good, bad], like)
+        chain.combine(Messages([good, bad], like))
     assert caught.value.rank == 1
 
 
@@ -835,7 +863,7 @@ def test_any_bytes_decode_to_finite_tensors_or_are_refused(chain: Chain, data: s
     for at in data.draw(st.lists(st.integers(0, len(raw) - 1), min_size=1, max_size=8)):
         raw[at] = data.draw(st.integers(0, 255))
     try:
-        received = chain.receive([Payload.of_bytes(bytes(raw))], like)
+        received = chain.receive(Messages([Payload.of_bytes(bytes(raw))], like))
     except WireError:
         return
     if received.safe:
@@ -882,7 +910,7 @@ def test_a_stage_is_shown_as_it_is_written_and_is_a_codec_by_itself(stage: Any) 
     assert stage.linear == stage.chain.linear
     assert stage.encode_finite(tensors)[1]
     message = stage.encode(tensors, round=2)
-    for a, b in zip(stage.decode(message, tensors, round=2), stage.combine([message], tensors, round=2), strict=True):
+    for a, b in zip(stage.decode(message, tensors, round=2), stage.combine(Messages([message], tensors, round=2)), strict=True):
         assert torch.equal(a, b)
 
 
@@ -941,7 +969,7 @@ def test_one_thread_and_two_decode_the_same_bits(chain: Chain, threads: Any) -> 
     for count in (1, 2, 1):
         threads(count)
         assert torch.get_num_threads() == count
-        results.append(chain.combine(messages, like))
+        results.append(chain.combine(Messages(messages, like)))
     for one, two, again in zip(*results, strict=True):
         assert torch.equal(one, two)
         assert torch.equal(one, again)

@@ -21,6 +21,7 @@ from thinwire.codecs import (
     Fp4,
     Int8,
     Mean,
+    Messages,
     Parts,
     RandomK,
     Sign,
@@ -28,6 +29,7 @@ from thinwire.codecs import (
     TopK,
     TwoBit,
 )
+from thinwire.codecs.wire import PART_NBYTES
 from thinwire.core.average import average, message_nbytes
 from thinwire.errors import ConfigError, NonFiniteRound, WireError
 from thinwire.links import Link, Metered
@@ -91,9 +93,16 @@ def test_a_message_is_that_of_its_parts(seed: int, shapes: list[tuple[int, ...]]
     message = parts.encode(tensors, round=5)
     same(tensors, before)
     alone = dealt(parts, tensors)
-    assert message.to_bytes() == b"".join(codec.encode(mine, round=5).to_bytes() for codec, mine in alone)
+    raw = message.to_bytes()
+    for codec, mine in alone:  # that of a codec without parts of its own is one
+        body = codec.encode(mine, round=5).to_bytes()
+        head = PART_NBYTES if codec.linear else 0
+        assert raw[head : head + len(body)] == body
+        raw = raw[head + len(body) :]
+    assert not raw
     meta = [torch.empty_like(t, device="meta") for t in tensors]
-    assert message.nbytes == parts.nbytes(tensors) == parts.nbytes(meta) == sum(codec.nbytes(mine) for codec, mine in alone)
+    assert message.nbytes == parts.nbytes(tensors) == parts.nbytes(meta)
+    assert message.nbytes == sum(codec.nbytes(mine) + PART_NBYTES * codec.linear for codec, mine in alone)
     expected = [t for codec, mine in alone for t in codec.decode(codec.encode(mine, round=5), mine, round=5)]
     same(parts.decode(message, meta, round=5), expected)
     again, finite = parts.encode_finite(tensors, round=5)
@@ -101,21 +110,23 @@ def test_a_message_is_that_of_its_parts(seed: int, shapes: list[tuple[int, ...]]
     assert again.to_bytes() == message.to_bytes()
 
 
-MEANS = [None, Mean(over="senders"), Mean(clip_norm=0.5), Mean(median_norm=True)]
+MEANS = [Mean(), Mean(over="senders"), Mean(clip_norm=0.5), Mean(median_norm=True)]
 WEIGHTED = [(mean, weights) for mean in MEANS for weights in (None, [1.0, 0.0, 2.5])]
 
 
 @pytest.mark.parametrize(("mean", "weights"), [*WEIGHTED, (Mean(trimmed=0.34), None)])  # a trimmed mean takes no weights
-def test_the_mean_is_that_of_its_parts(mean: Mean | None, weights: list[float] | None) -> None:
+def test_the_mean_is_that_of_its_parts(mean: Mean, weights: list[float] | None) -> None:
     parts = Parts(((2, DCT(8) >> TopK(3) >> Sign()), (1, Dense("bf16")), (3, TopK(4) >> TwoBit()), (2, Int8())))
     workers = [some(SHAPES, seed) for seed in range(3)]
-    found = parts.combine([parts.encode(w, round=2) for w in workers], workers[0], round=2, mean=mean, weights=weights)
+    found = parts.combine(
+        Messages([parts.encode(w, round=2) for w in workers], workers[0], round=2, mean=mean, weights=weights)
+    )
     expected: list[Tensor] = []
     for i, (codec, like) in enumerate(dealt(parts, workers[0])):
         messages = [codec.encode(dealt(parts, w)[i][1], round=2) for w in workers]
         if codec.linear:
             messages = [Payload(m.data.view(torch.uint8)) for m in messages]
-        expected += codec.combine(messages, like, round=2, mean=mean, weights=weights)
+        expected += codec.combine(Messages(messages, like, round=2, mean=mean, weights=weights))
     same(found, expected)
 
 
@@ -176,7 +187,7 @@ def test_messages_of_another_length_are_refused(change: int) -> None:
     parts, like = Parts(((2, DCT(8) >> TopK(3) >> Sign()), (1, Dense()), (1, Sign()))), some([(9, 20), (7,), (5,), (3,)])
     raw = parts.encode(like).to_bytes()
     bad = Payload.of_bytes(raw[: max(0, len(raw) + change)] if change < 0 else raw + bytes(change))
-    for read in (lambda: parts.decode(bad, like), lambda: parts.combine([parts.encode(like), bad], like)):
+    for read in (lambda: parts.decode(bad, like), lambda: parts.combine(Messages([parts.encode(like), bad], like))):
         with pytest.raises(WireError, match=f"a message of {bad.nbytes} bytes.*make {len(raw)}"):
             read()
 
@@ -203,7 +214,7 @@ def test_noise_in_a_body_is_refused_or_read() -> None:
     rng = random.Random(0)
     for _ in range(300):
         bad = Payload.of_bytes(rng.randbytes(parts.nbytes(like)))
-        for read in (lambda p=bad: parts.decode(p, like), lambda p=bad: parts.combine([p, p], like)):
+        for read in (lambda p=bad: parts.decode(p, like), lambda p=bad: parts.combine(Messages([p, p], like))):
             try:
                 found = read()
             except WireError:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire.codecs import DCT, Mean, TopK
-from thinwire.codecs.simple import SimpleTopK, divisor
+from tests.codecs.simple import SimpleTopK, divisor
+from thinwire.codecs import DCT, Mean, Messages, TopK
 
 SHAPES = [(64, 64), (128, 192), (256, 64), (64, 16, 8), (128, 4, 4, 4)]
 
@@ -31,7 +31,7 @@ def simple_mean(workers: list[list[Tensor]], k: int) -> list[Tensor]:
 def test_fast_and_simple_say_the_same(workers: int, k: int) -> None:
     chain = DCT(64) >> TopK(k)
     sent = [contribution(r) for r in range(workers)]
-    fast = chain.combine([chain.encode(s) for s in sent], sent[0], mean=Mean(over="senders"))
+    fast = chain.combine(Messages([chain.encode(s) for s in sent], sent[0], mean=Mean(over="senders")))
     for a, b in zip(fast, simple_mean(sent, k), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
     assert sum(float(t.abs().sum()) for t in fast) > 0

@@ -14,11 +14,11 @@ from benchmarks.fuzz import mutations, resealed
 from torch import Tensor
 
 from tests.codecs import plain_reader
+from tests.codecs.catalogue import SELECTIONS, TRANSFORMS, VALUES
 from tests.codecs.plain_reader import Refused
 from tests.tiers import first_quick
 from thinwire.codecs import (
     DCT,
-    All,
     Chain,
     Codec,
     Dense,
@@ -35,9 +35,10 @@ from thinwire.codecs import (
     TwoBit,
 )
 from thinwire.codecs.bits import pack
-from thinwire.codecs.indices import Bitmap, EliasFano, IndexCode, Packed, Ranked, index_code
+from thinwire.codecs.indices import Bitmap, EliasFano, IndexCode, Packed, index_code
 from thinwire.codecs.selection import Selection
 from thinwire.codecs.shared_seed import numbers
+from thinwire.codecs.stages import Row
 from thinwire.codecs.transforms import Transform
 from thinwire.codecs.values import Values
 from thinwire.codecs.wire import Envelope, fingerprint, seal, unseal
@@ -46,9 +47,6 @@ from thinwire.payload import Payload
 
 PAGE = Path(__file__).parents[2] / "docs" / "wire-format.md"
 
-TRANSFORMS = [Identity(8), DCT(8), Hadamard(8), RandomOrthogonal(8, seed=5)]
-SELECTIONS = [TopK(3), TopK(0.15), RandomK(3, seed=9), RandomK(0.2), Striding(3), Striding(0.1), All()]
-VALUES = [Float(), Float("bf16"), Float("fp16"), Int8(), Int8(5), Fp4(), Fp4(7), TwoBit(), TwoBit(4), Sign(), Sign(11)]
 SHAPES = [(9, 20), (3,), (), (0, 4), (2, 3, 5), (70,), (17, 1), (1, 33), (15, 8), (6, 48), (16, 5, 8)]
 
 
@@ -57,9 +55,9 @@ def contribution(shapes: list[tuple[int, ...]] = SHAPES, seed: int = 0) -> list[
     return [torch.randn(s, generator=g) for s in shapes]
 
 
-def message_of(codec: Codec, tensors: list[Tensor], *, round: int = 7, rank: int = 1, weight: float = 1.0) -> bytes:
+def message_of(codec: Codec, tensors: list[Tensor], *, round: int = 7, sender: int = 1, weight: float = 1.0) -> bytes:
     body = codec.encode(tensors, round=round)
-    return seal(body, Envelope(rank, weight), fingerprint=fingerprint(codec, tensors), round=round).to_bytes()
+    return seal(body, Envelope(sender, weight), fingerprint=fingerprint(codec, tensors), round=round).to_bytes()
 
 
 def assert_same(plain: list[list[float]], tensors: list[Tensor], *, exact: bool) -> None:
@@ -82,20 +80,20 @@ def assert_same(plain: list[list[float]], tensors: list[Tensor], *, exact: bool)
 def test_a_reader_written_from_the_page_reads_every_message(selection: Selection, values: Values) -> None:
     tensors = contribution()
     for transform in TRANSFORMS:
-        chain = transform >> selection >> values
+        chain = Chain(transform, selection, values)
         body = chain.encode(tensors, round=7)
         assert plain_reader.body_nbytes(repr(chain), SHAPES) == body.nbytes == chain.nbytes(tensors)
         ours = chain.decode(body, tensors, round=7)
         if chain.linear:
             theirs = plain_reader.read_body(body.to_bytes(), repr(chain), SHAPES, round=7)
         else:
-            theirs = plain_reader.read(message_of(chain, tensors), repr(chain), SHAPES, round=7, rank=1)
+            theirs = plain_reader.read(message_of(chain, tensors), repr(chain), SHAPES, round=7, sender=1)
         assert_same(theirs, ours, exact=isinstance(transform, Identity))
 
 
 def test_the_chains_above_use_blocks_groups_and_whole_tensors() -> None:
     """Else they would not test much."""
-    chains = [t >> TopK(3) >> v for t in TRANSFORMS for v in VALUES]
+    chains = [Chain(t, TopK(3), v) for t in TRANSFORMS for v in VALUES]
     layouts = [chain.plan(contribution()).layout for chain in chains]
     assert sum(len(layout.groups) >= 2 for layout in layouts) > len(chains) / 2
     assert all(layout.groups and len(layout.dense) >= 2 for layout in layouts)
@@ -108,8 +106,8 @@ def test_the_chains_above_use_blocks_groups_and_whole_tensors() -> None:
 @pytest.mark.parametrize("k", [8, 32])
 def test_it_reads_blocks_of_64_by_64(k: int, values: Values) -> None:
     tensors = contribution([(128, 65), (100,)])
-    chain = TopK(k) >> values
-    theirs = plain_reader.read(message_of(chain, tensors), repr(chain), [(128, 65), (100,)], round=7, rank=1)
+    chain = Chain(selection=TopK(k), values=values)
+    theirs = plain_reader.read(message_of(chain, tensors), repr(chain), [(128, 65), (100,)], round=7, sender=1)
     assert_same(theirs, chain.decode(chain.encode(tensors), tensors), exact=True)
 
 
@@ -118,9 +116,9 @@ def test_it_reads_tensors_of_two_values_that_are_equal_everywhere_but_in_one_pla
     tensors = [torch.zeros(9, 20), torch.full((9, 20), -0.0), torch.full((300,), 2.0), torch.zeros(300)]
     tensors[0][3, 4] = -5
     for values in VALUES:
-        chain = Identity(8) >> TopK(3) >> values
+        chain = Chain(Identity(8), TopK(3), values)
         shapes = [tuple(t.shape) for t in tensors]
-        theirs = plain_reader.read(message_of(chain, tensors), repr(chain), shapes, round=7, rank=1)
+        theirs = plain_reader.read(message_of(chain, tensors), repr(chain), shapes, round=7, sender=1)
         assert_same(theirs, chain.decode(chain.encode(tensors), tensors), exact=True)
 
 
@@ -186,9 +184,7 @@ def test_it_chooses_the_same_index_code() -> None:
         Bitmap(64, 64),
         EliasFano(100, 7, 3),
         EliasFano(64, 7),
-        Ranked(4096, 32, 5),
-        Ranked(300, 40),
-        Ranked(300, 40, 2),
+        EliasFano(4096, 32, 6),
     ],
     ids=repr,
 )
@@ -223,13 +219,13 @@ def test_both_readers_accept_and_refuse_the_same(chain: Chain) -> None:
     for mutation in mutations(random.Random(3), good, 300):
         raw = resealed(mutation.message)
         try:
-            theirs = plain_reader.read(raw, repr(chain), shapes, round=7, rank=1)
+            theirs = plain_reader.read(raw, repr(chain), shapes, round=7, sender=1)
         except Refused:
             theirs = None
         ours = None
         try:
-            body, envelope = unseal(Payload.of_bytes(raw), fingerprint=print_of_it, round=7, rank=1, nbytes=nbytes)
-            if not envelope.withdrawn:
+            body, envelope = unseal(Payload.of_bytes(raw), fingerprint=print_of_it, round=7, sender=1, nbytes=nbytes)
+            if not envelope.invalid:
                 ours = chain.decode(body, contribution(shapes), round=7)
         except WireError:
             pass
@@ -259,10 +255,9 @@ def test_the_whole_message_of_the_page() -> None:
     raw = bytes.fromhex("".join(line[:24] for line in shown[1].splitlines()))
     chain, shapes = TopK(2) >> Float("bf16"), [(4, 9), (1,)]
     assert raw == message_of(chain, [a, b])
-    assert plain_reader.read(raw, repr(chain), shapes, round=7, rank=1) == [a.flatten().tolist(), [3.140625]]
+    assert plain_reader.read(raw, repr(chain), shapes, round=7, sender=1) == [a.flatten().tolist(), [3.140625]]
     told = plain_reader.fingerprint(repr(chain), shapes)
     assert on_the_page(f"`{spaced(told.to_bytes(8, 'little'))}`, and the fingerprint is {told:#018x}.")
-    assert index_code(36, 2) == Ranked(36, 2, 3)
     assert index_code(36, 2, 1) == EliasFano(36, 2, 1)
 
 
@@ -273,19 +268,10 @@ def test_the_packed_numbers_of_the_page() -> None:
         assert on_the_page(f"| `{spaced(raw[: shown[0]])}` and `{spaced(raw[shown[0] :])}` |")
 
 
-def test_the_ranks_of_the_page() -> None:
-    assert index_code(10, 5) == Ranked(10, 5, 0)
-    assert index_code(10, 5).encode(np.array([[1, 3, 4, 8, 9]])).tobytes() == bytes.fromhex("cc")
+def test_the_index_codes_of_the_page() -> None:
     assert EliasFano(40, 3, 3).encode(np.array([[5, 20, 21]])).tobytes() == bytes.fromhex("19650100")
-    assert on_the_page("a single block takes `cc`.")
     assert on_the_page("a single block takes `19` and `65 01 00`.")
-    kept = [3, 255, 256, 1000, 2000, 2001, 4000, 4095]
-    raw = index_code(4096, 8).encode(np.array([kept])).tobytes()
-    s = [(e >> 8) + j for j, e in enumerate(kept)]
-    terms = [math.comb(v, j + 1) for j, v in enumerate(s)]
-    assert on_the_page(f"s = {', '.join(map(str, s))}. The rank is {' + '.join(map(str, terms))} = {sum(terms)}")
-    assert on_the_page(f"`{spaced(raw[:2])}`, `{spaced(raw[2:5])}` and the low bits `{spaced(raw[5:])}`")
-    shown = re.findall(r"\| (\d+) \| (\d+) \| ([A-Z]\w+)(?:\((\d+)\))?(?:: [^|]*)? \| ([\d.]+) \|", PAGE.read_text())
+    shown = re.findall(r"\| (\d+) \| (\d+) \| ([A-Z]\w+)(?:\((\d+)\))? \| ([\d.]+) \|", PAGE.read_text())
     assert len(shown) == 6
     for L, k, name, low, bits in shown:
         code = index_code(int(L), int(k))
@@ -295,7 +281,7 @@ def test_the_ranks_of_the_page() -> None:
 
 def test_the_values_of_the_page() -> None:
     for values, scales in ((Int8(), 2), (Fp4(), 2), (TwoBit(), 4), (Sign(), 2)):
-        raw, read = values.write(np.array([1, -0.5, 0.26, -0.1, 0.004], np.float32), 5)
+        raw, read = values.write(np.array([1, -0.5, 0.26, -0.1, 0.004], np.float32), Row(5, (5,)))
         assert on_the_page(f"| `{spaced(raw[:scales].tobytes())}` | `{spaced(raw[scales:].tobytes())}` |")
         assert on_the_page(", ".join(f"{v:.8g}" for v in read[:3]))
 
@@ -339,86 +325,93 @@ def golden(name: str, codec: Codec, tensors: list[Tensor], raw: str) -> None:
 
 
 golden(
-    "ranks in three limbs",
+    "one bit",
     TopK(32) >> Sign(),
     [exact(64, 512), exact(7)],
-    "54484e570100000085668156aaa198d60700000000000000010000000000003f4301000000000000000000004abc0c9aca8e454508da498b"
-    "1815756d3ad640b8bd501968db8299e5be77865a986a5af7a01f77e00947afa0bd786561d9ac99008cd77debc68b63e0c5da2d5245b89f12"
-    "b4877e91754f4ebef7026e55d92eb72083022ee07c08bb0ae7edc269f9e42f106539d56e157fda0e8b360d9387220caea3bf5403f15059f1"
-    "e3ba43324c5a2e0e68f3763db9fcb8b491eccc96117540d717f6b1507014474fbb9dc91da2a0bf54835756fc75e36058929667f92f55e2a1"
-    "b2e5c775876498cc960b75409b17f681dac87d66e3883a90ea0b5b5928f88da3272c8957823b44417fa9060f95153fae3b18262dcfe23435"
-    "9878a8ca8feb1ac9f06cb95007b4a92fec030547729fc911053dd517bcb250fc75e3e80c4be25b9e7f447f447f447f447f447f447f447f44"
+    "54484e570200010085668156aaa198d607000000000000000100000000000000000000000000000073010000000000000000003f65be2763"
+    "00000000000000000900000000000000530100000000000008000400d031b4e1c056602bd00a580115d0025a68036a8016d006d802b68016"
+    "5a402bd00a54815a400b68030bd802b60256c00ad8025a40a0026a402da00d68036c015bd80ab402ad402ba0025a400b6d802da00558015b"
+    "c016d002011550056a815aa036a00d6863ffa45540fa906a097fb45e83c462449b152ea019ef561f79f947ab6e4aec39b5194ab98056bdc1"
+    "7658b0c021f1d0257b734ebc835240ffa455e0ab96f0af573cb0984cb4d95c7c4f5a913ea45ae51fadd720b11831b55941b98066bcc176c0"
+    "ba29ede7d4f228e50269f5069b6ac10277c543976032e12922efa014d03f6915f8906a097fb45e038b116d3617ae461b38e9436af947eb65"
+    "4a2c36b55941b98066546fb01db0c021d27e4e3c4a017d5abd81af5ab0f0af573c742c26135e9bcd7f447f447f447f447f447f447f447f44"
     "c5dfe34df49e96df2dfea3fdd7c57bf9c7fb69f97f17ffb4eb737c2dfee8fe74893d6d",
 )
 golden(
     "int8",
     Hadamard(4) >> TopK(2) >> Int8(),
     [exact(12, 16, step=13), exact(16, 3, step=11)],
-    "54484e5701000000ab53cb74146b70160700000000000000010000000000003f4e0000000000000000000000470a3fdb3eb8132e47c3e55b"
-    "b8dc271008083e3d423df33cf63c343d0f3d043d5e3dfd3c0d3d503d443d323c4b3c433c3a3ca67fbb7f8e7f81a1497f5781819f437f8187"
-    "819d5f7f7fa5814a8146813981b9",
+    "54484e5702000100ab53cb74146b701607000000000000000100000000000000000000000000000070000000000000000000003f5314eb1b"
+    "0000000000000000100000000000000050000000000000000500010059554900b7f7d0f7f9edf7f9e0f7f9b7212121313e3d423df33cf63c"
+    "343d0f3d043d5e3dfd3c0d3d503d443d323c4b3c433c3a3ca67fbb7f8e7f81a1497f5781819f437f8187819d5f7f7fa5814a8146813981b9",
 )
 golden(
     "a cosine transform",
     DCT(8) >> TopK(3) >> Sign(),
     [exact(32, 32, step=77), exact(1)],
-    "54484e57010000005e49287be7775d7a0700000000000000010000000000003f49000000000000000000000037ae67cccc25b2755c1e8fcc"
-    "638bd6621e8574ebba468dba2e5c947551a36e8dba2e6ab4334263426c423a426642474252427f4254428742314247423942434281423742"
-    "629eb5cdf566803c01",
+    "54484e57020001005e49287be7775d7a0700000000000000010000000000000000000000000000006d000000000000000000003fccd07c23"
+    "000000000000000011000000000000004d000000000000000800010055f263feac5b976eedb43650ba406b976e0db835d0d2ad5b03ad0d94"
+    "6ed5ba40e9b66e0db43650d6334263426c423a426642474252427f4254428742314247423942434281423742629eb5cdf566803c01",
 )
 golden(
     "packed indices",
     Identity(8) >> TopK(1) >> TwoBit(3),
     [exact(20, 9), exact(4)],
-    "54484e57010000001e7fb8044621ad250700000000000000010000000000003f170000000000000000000000ec7a421d08fa010e00007c40"
-    "804049407840ed0704e03d00000100",
+    "54484e57020001001e7fb8044621ad2507000000000000000100000000000000000000000000000037000000000000000000003ff1264c44"
+    "00000000000000000700000000000000170000000000000007000300c892708e08fa010e00007c40804049407840ed0704e03d00000100",
 )
 golden(
     "random rotations",
     RandomOrthogonal(4, seed=3) >> TopK(2) >> Float("fp16"),
     [exact(16, 16, step=11)],
-    "54484e5701000000348c6413b6707a340700000000000000010000000000003f4e000000000000000000000006a47f2eb55acd36994c3481"
-    "00b156abed260846dc45b8468cc668c73cc7c047ec4748c61cc6f8c6cc46a8477c4700c8d447c8c69cc678c74c47fc47e8c718c6ecc50847"
-    "dc46b8478cc7a8c5e44758462c46",
+    "54484e5702000100348c6413b6707a3407000000000000000100000000000000000000000000000070000000000000000000003f06e81fad"
+    "00000000000000001000000000000000500000000000000003000100b4326eb1a8a8a8a9646464752020c2a8a8a8b4640846dc45b8468cc6"
+    "68c73cc7c047ec4748c61cc6f8c6cc46a8477c4700c8d447c8c69cc678c74c47fc47e8c718c6ecc50847dc46b8478cc7a8c5e44758462c46",
 )
 golden(
     "gaps in rows of bits",
     TopK(256) >> Sign(),
     [exact(64, 64)],
-    "54484e5701000000506a9f63749415d80700000000000000010000000000003fe20000000000000000000000c4c8513294420a292989a4a4"
-    "849294420a299144525242494a21859448222929a124a590929448222929a124a59092944822299450925248494a2425299450925248494a"
-    "24252994501229a424259292144a521229a424259292144a521229a484124949a8ce78a874c643ab331e509df1509df1d0ea8c0754673c54"
-    "673cb43ae301d5196fa8ce786875c603aa33de509df1509df180ea8c375467eca13ae301d5196fa8ced84375c64375c61baa33f6509d8987"
-    "ea8c375467eca13a130fd5190fd5197bf842565b5b5bafb7b7d76b6b6babadadadd7dbdbdb6b6b6babd5d6d6d6dbdbdbebb5",
+    "54484e5702000100506a9f63749415d807000000000000000100000000000000000000000000000002010000000000000000003f74196d3a"
+    "00000000000000000100000000000000e20000000000000008000400a5d0a4db94420a292989a4a4849294420a299144525242494a218594"
+    "48222929a124a590929448222929a124a59092944822299450925248494a2425299450925248494a24252994501229a424259292144a5212"
+    "29a424259292144a521229a484124949a8ce78a874c643ab331e509df1509df1d0ea8c0754673c54673cb43ae301d5196fa8ce786875c603"
+    "aa33de509df1509df180ea8c375467eca13ae301d5196fa8ced84375c64375c61baa33f6509d8987ea8c375467eca13a130fd5190fd5197b"
+    "f842565b5b5bafb7b7d76b6b6babadadadd7dbdbdb6b6b6babd5d6d6d6dbdbdbebb5",
 )
 golden(
     "a random choice",
     RandomK(5, seed=7) >> Fp4(),
     [exact(70), exact(1)],
-    "54484e57010000005283601bc6a2d99c0700000000000000010000000000003f10000000000000000000000060a24f3fcc3ff7760c000000"
-    "0000803c0f000000",
+    "54484e57020001005283601bc6a2d99c07000000000000000100000000000000000000000000000030000000000000000000003fa582ebad"
+    "0000000000000000030000000000000010000000000000000600000098dc1609cc3ff7760c0000000000803c0f000000",
 )
 golden(
     "strides",
     Striding(0.1) >> TwoBit(),
     [exact(11, 11)],
-    "54484e570100000055659e8141bb02b70700000000000000010000000000003f080000000000000000000000b1668e7fe83eb23fb4e5f100",
+    "54484e570200010055659e8141bb02b707000000000000000100000000000000000000000000000028000000000000000000003fa9ec5c32"
+    "00000000000000000100000000000000080000000000000007000000589a46dbe83eb23fb4e5f100",
 )
 golden(
     "everything in one bit",
     Sign(),
     [exact(2, 5), exact(300)],
-    "54484e5701000000150ffca8ece88c390700000000000000010000000000003f2b0000000000000000000000c9db45f27a407d406db76ddb"
-    "b66ddbb66ddbb66ddbb66ddbb66ddbb66ddbb66ddbb66ddbb66ddbb66ddbb66ddbb62d",
+    "54484e5702000100150ffca8ece88c390700000000000000010000000000000000000000000000004d000000000000000000003f6e624b59"
+    "000000000000000003000000000000002d000000000000000800000068b35541023e83406f406db76ddbb66ddbb66ddbb66ddbb66ddbb66d"
+    "dbb66ddbb66ddbb66ddbb66ddbb66ddbb66ddbb62d",
 )
 golden(
     "dense",
     Dense("bf16", gather=True),
     [exact(2, 3, step=3), exact(1)],
-    "54484e5701000000992783b54a1bf7040700000000000000010000000000003f0e000000000000000000000069c4d5d280bc803de0bd00bd"
-    "a03d00be80bc",
+    "54484e5702000100992783b54a1bf7040700000000000000010000000000000000000000000000002e000000000000000000003f836c4e5c"
+    "000000000000000002000000000000000e0000000000000002000000f142cad880bc803de0bd00bda03d00be80bc",
 )
-WITHDRAWN = "54484e5701010000efcdab89674523010000000000010000020000000000803f0300000000000000000000006cc2892a000000"
+INVALID = (
+    "54484e5702010100efcdab89674523010000000000010000ffffffffffffffff1032547698badcfe23000000000000000000803f34587356"
+    "000000000000000000000000000000000300000000000000000000009ed1aeaa000000"
+)
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -428,20 +421,21 @@ def test_golden_messages_never_change(name: str) -> None:
     raw = bytes.fromhex(shown)
     assert message_of(codec, tensors, weight=0.5).hex() == raw.hex()
     told, nbytes = fingerprint(codec, tensors), codec.nbytes(tensors)
-    body, envelope = unseal(Payload.of_bytes(raw), fingerprint=told, round=7, rank=1, nbytes=nbytes)
+    body, envelope = unseal(Payload.of_bytes(raw), fingerprint=told, round=7, sender=1, nbytes=nbytes)
     assert envelope == Envelope(1, 0.5)
     decoded = codec.decode(body, tensors, round=7)
     if isinstance(codec, Dense):
         assert all(torch.equal(d, t) for d, t in zip(decoded, tensors, strict=True))
     else:
         shapes = [tuple(t.shape) for t in tensors]
-        assert_same(plain_reader.read(raw, repr(codec), shapes, round=7, rank=1), decoded, exact=False)
+        assert_same(plain_reader.read(raw, repr(codec), shapes, round=7, sender=1), decoded, exact=False)
 
 
-def test_the_golden_message_of_a_worker_that_withdraws() -> None:
-    body = Payload.of_bytes(bytes(3))
-    sealed = seal(body, Envelope(2, withdrawn=True), fingerprint=0x0123456789ABCDEF, round=1 << 40)
-    assert sealed.to_bytes().hex() == WITHDRAWN
-    read, envelope = unseal(sealed, fingerprint=0x0123456789ABCDEF, round=1 << 40, rank=2, nbytes=3)
-    assert envelope == Envelope(2, withdrawn=True)
-    assert read.to_bytes() == bytes(3)
+def test_the_golden_message_of_a_worker_whose_contribution_is_invalid() -> None:
+    body = Payload.of_bytes(bytes(35))
+    envelope = Envelope(2**64 - 1, invalid=True, state_hash=0xFEDCBA9876543210)
+    sealed = seal(body, envelope, fingerprint=0x0123456789ABCDEF, round=1 << 40)
+    assert sealed.to_bytes().hex() == INVALID
+    read, told = unseal(sealed, fingerprint=0x0123456789ABCDEF, round=1 << 40, sender=2**64 - 1, nbytes=35)
+    assert told == envelope
+    assert read.nbytes == 35

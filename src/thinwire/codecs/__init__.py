@@ -1,11 +1,12 @@
 """What is sent: codecs turn the tensors of a round into one message and back."""
 
 from thinwire.codecs.aggregate import Mean
-from thinwire.codecs.base import Codec
-from thinwire.codecs.chain import Chain, Encoded
+from thinwire.codecs.base import Codec, Messages
+from thinwire.codecs.chain import Chain, Stage
+from thinwire.codecs.decoder import Received
 from thinwire.codecs.dense import WIRE_DTYPES, Dense
+from thinwire.codecs.encoder import Encoded
 from thinwire.codecs.parts import Parts
-from thinwire.codecs.received import Received
 from thinwire.codecs.selection import All, RandomK, Striding, TopK
 from thinwire.codecs.text import parse_codec
 from thinwire.codecs.transforms import DCT, Hadamard, Identity, RandomOrthogonal
@@ -25,11 +26,13 @@ __all__ = [
     "Identity",
     "Int8",
     "Mean",
+    "Messages",
     "Parts",
     "RandomK",
     "RandomOrthogonal",
     "Received",
     "Sign",
+    "Stage",
     "Striding",
     "TopK",
     "TwoBit",

@@ -5,14 +5,40 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from thinwire.codecs.aggregate import Mean
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, WireError
 from thinwire.payload import Payload, all_finite
+
+
+@dataclass(frozen=True)
+class Messages:
+    """The messages of a round, and how they are combined.
+
+    Attributes:
+        payloads: one message per worker, in the order of their ids.
+        like: tensors of the shapes that were encoded; their values do not matter.
+        round: the number that was given to `encode`.
+        mean: how they are combined; the mean over all workers by default.
+        weights: of the workers; equal by default.
+        ids: of the workers, for errors that name whose message is bad; their places by default.
+    """
+
+    payloads: Sequence[Payload]
+    like: Sequence[Tensor]
+    round: int = 0
+    mean: Mean = Mean()  # noqa: RUF009  (frozen)
+    weights: Sequence[float] | None = None
+    ids: Sequence[int] | None = None
+
+    def whose(self, nth: int) -> int:
+        """The id of the worker that the nth message comes from."""
+        return nth if self.ids is None else self.ids[nth]
 
 
 class Codec(ABC):
@@ -61,44 +87,37 @@ class Codec(ABC):
             round: the number that was given to `encode`.
         """
 
-    def combine(
-        self,
-        payloads: Sequence[Payload],
-        like: Sequence[Tensor],
-        *,
-        round: int = 0,
-        mean: Mean | None = None,
-        weights: Sequence[float] | None = None,
-    ) -> list[Tensor]:
-        """The mean of the messages of all workers, in rank order.
-
-        Args:
-            payloads: one message per worker.
-            like: tensors of the shapes that were encoded.
-            round: the number that was given to `encode`.
-            mean: how they are combined; the mean over all workers by default.
-            weights: of the workers; equal by default.
+    def combine(self, messages: Messages) -> list[Tensor]:
+        """The mean of the messages of all workers, in their order.
 
         Raises:
             WireError: a message that says something impossible; nothing has been changed.
         """
-        mean = mean or Mean()
-        shares = mean.weights(weights, len(payloads)).tolist()
+        mean, payloads = messages.mean, messages.payloads
+        shares = mean.weights(messages.weights, len(payloads)).tolist()
         factors = [1.0] * len(payloads)
-        if mean.needs_norms:
-            factors = mean.factors([_norm(self.decode(p, like, round=round)) for p in payloads])
-        if mean.trimmed:
-            read = [self.decode(p, like, round=round) for p in payloads]
-            return [_trimmed(mean, tensors, factors) for tensors in zip(*read, strict=True)]
+        if mean.trimmed or mean.needs_norms:  # all of them at once
+            read = [self._decode_nth(messages, nth) for nth in range(len(payloads))]
+            if mean.needs_norms:
+                factors = mean.factors([_norm(tensors) for tensors in read])
+            if mean.trimmed:
+                return [_trimmed(mean, tensors, factors) for tensors in zip(*read, strict=True)]
+        else:
+            read = (self._decode_nth(messages, nth) for nth in range(len(payloads)))
         total: list[Tensor] = []
-        for payload, factor, share in zip(payloads, factors, shares, strict=True):
-            values = self.decode(payload, like, round=round)
+        for values, factor, share in zip(read, factors, shares, strict=True):
             if not total:
                 total = [v * (factor * share) for v in values]
             else:
                 for t, v in zip(total, values, strict=True):
                     t.add_(v, alpha=factor * share)
         return [t.div_(sum(shares)) for t in total]
+
+    def _decode_nth(self, messages: Messages, nth: int) -> list[Tensor]:
+        try:
+            return self.decode(messages.payloads[nth], messages.like, round=messages.round)
+        except WireError as error:
+            raise error if error.rank is not None else WireError(str(error), rank=messages.whose(nth)) from None
 
     @abstractmethod
     def nbytes(self, like: Sequence[Tensor]) -> int:

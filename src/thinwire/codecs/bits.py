@@ -11,6 +11,8 @@ Both parts are byte-aligned for every eighth number, so any range can be read wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -79,6 +81,17 @@ def unpack(packed: Bytes, count: int, width: int, start: int = 0, stop: int | No
     if r:
         out |= _unpack_rest(packed[count * q :], r, start, stop).astype(np.int64) << (8 * q)
     return out if width > 8 else out.astype(np.uint8)
+
+
+def unpack_all(several: Sequence[Bytes], count: int, width: int, start: int, stop: int) -> NDArray[np.integer]:
+    """`unpack` of several rows of `count` numbers each, [rows, stop - start]: for short ones much faster than one by one."""
+    q, r = divmod(width, 8)
+    first, last = start // 8, -(-stop // 8)
+    if len(several) == 1 or q or not r:
+        return np.stack([unpack(packed, count, width, start, stop) for packed in several])
+    together = np.concatenate([packed[first * r : last * r] for packed in several])
+    numbers = _unpack_rest(together, r, 0, 8 * (last - first) * len(several))
+    return numbers.reshape(len(several), -1)[:, start - 8 * first : stop - 8 * first]
 
 
 def _unpack_rest(packed: Bytes, r: int, start: int, stop: int) -> Bytes:

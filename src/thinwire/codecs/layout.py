@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.codecs.transforms import Transform
+from thinwire.codecs.stages import DENSE_GROUP, Transform
 
 BATCH = 1 << 20  # entries of a batch: 4 MB in float32, large enough that Python costs little, small enough for a cache
 
@@ -285,6 +285,11 @@ class Layout:
     def dense_numel(self) -> int:
         """Entries of all tensors that are sent whole."""
         return sum(math.prod(self.shapes[i]) for i in self.dense)
+
+    @functools.cached_property
+    def dense_blocks(self) -> int:
+        """Blocks of all tensors that are sent whole."""
+        return sum(-(-math.prod(self.shapes[i]) // DENSE_GROUP) for i in self.dense)
 
     def slot_shapes(self) -> list[Shape]:
         """Shape of each tensor in the domain of the transform: its padded matrix, or its own where it is sent whole."""

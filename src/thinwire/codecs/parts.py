@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs.aggregate import Mean
-from thinwire.codecs.base import Codec, check_codec
+from thinwire.codecs.base import Codec, Messages, check_codec
+from thinwire.codecs.chain import Chain
+from thinwire.codecs.dense import Dense
+from thinwire.codecs.registry import VALUE_FORMATS
+from thinwire.codecs.wire import PART_NBYTES, dense_blocks, in_one_part, part_header, same_part
 from thinwire.errors import ConfigError, WireError
 from thinwire.payload import Payload
 
 
 @dataclass(frozen=True)
 class Parts(Codec):
-    """The first tensors by one codec, the next by another, and so on; the bodies one after the other.
+    """The first tensors by one codec, the next by another, and so on; the parts of their messages one after the other.
 
     Args:
         parts: (number of tensors, codec) for each part.
@@ -41,13 +44,12 @@ class Parts(Codec):
     def encode(self, tensors: Sequence[Tensor], *, round: int = 0, spare: int = 0) -> Payload:
         """Every part by its own codec."""
         assert spare == 0, "only linear codecs leave room behind a message"
-        bodies = [codec.encode(some, round=round).raw() for codec, some in self._dealt(tensors)]
-        return Payload(torch.cat(bodies))
+        return Payload(torch.cat([_framed(c, c.encode(some, round=round), some) for c, some in self._dealt(tensors)]))
 
     def encode_finite(self, tensors: Sequence[Tensor], *, round: int = 0) -> tuple[Payload, bool]:
         """The message, and whether all that receivers will read in it is finite."""
-        made = [codec.encode_finite(some, round=round) for codec, some in self._dealt(tensors)]
-        return Payload(torch.cat([body.raw() for body, _ in made])), all(finite for _, finite in made)
+        made = [(codec, some, *codec.encode_finite(some, round=round)) for codec, some in self._dealt(tensors)]
+        return Payload(torch.cat([_framed(c, body, some) for c, some, body, _ in made])), all(finite for *_, finite in made)
 
     def decode(self, payload: Payload, like: Sequence[Tensor], *, round: int = 0) -> list[Tensor]:
         """The tensors of all parts."""
@@ -56,25 +58,17 @@ class Parts(Codec):
             found += codec.decode(body, some, round=round)
         return found
 
-    def combine(
-        self,
-        payloads: Sequence[Payload],
-        like: Sequence[Tensor],
-        *,
-        round: int = 0,
-        mean: Mean | None = None,
-        weights: Sequence[float] | None = None,
-    ) -> list[Tensor]:
+    def combine(self, messages: Messages) -> list[Tensor]:
         """The mean of the messages of all workers, part by part; norms that `mean` may limit are those of a part."""
         found: list[Tensor] = []
-        columns = zip(*(self._bodies(p, like) for p in payloads), strict=True)
-        for (codec, some), bodies in zip(self._dealt(like), columns, strict=True):
-            found += codec.combine(bodies, some, round=round, mean=mean, weights=weights)
+        columns = zip(*(self._bodies_of(messages, nth) for nth in range(len(messages.payloads))), strict=True)
+        for (codec, some), bodies in zip(self._dealt(messages.like), columns, strict=True):
+            found += codec.combine(replace(messages, payloads=bodies, like=some))
         return found
 
     def nbytes(self, like: Sequence[Tensor]) -> int:
         """The sum over the parts."""
-        return sum(codec.nbytes(some) for codec, some in self._dealt(like))
+        return sum(_nbytes(codec, some) for codec, some in self._dealt(like))
 
     def _dealt(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Codec, Sequence[Tensor]]]:
         """Each part's codec with its tensors."""
@@ -86,12 +80,42 @@ class Parts(Codec):
             yield codec, tensors[start : start + count]
             start += count
 
+    def _bodies_of(self, messages: Messages, nth: int) -> list[Payload]:
+        try:
+            return list(self._bodies(messages.payloads[nth], messages.like))
+        except WireError as error:
+            raise WireError(str(error), rank=messages.whose(nth)) from None
+
     def _bodies(self, payload: Payload, like: Sequence[Tensor]) -> Iterator[Payload]:
         raw = payload.raw()
         if raw.numel() != self.nbytes(like):
             raise WireError(f"a message of {raw.numel()} bytes, where these shapes and {self!r} make {self.nbytes(like)}")
         start = 0
         for codec, some in self._dealt(like):
-            length = codec.nbytes(some)
-            yield payload.like(raw[start : start + length].clone())  # a copy, since numbers must be aligned
+            length = _nbytes(codec, some)
+            body = raw[start : start + length].clone()  # a copy, since numbers must be aligned
+            if codec.linear:
+                same_part(part_header(0, *_told(codec, some)), body[:PART_NBYTES].cpu().numpy())
+                body = body[PART_NBYTES:]
+            yield payload.like(body)
             start += length
+
+
+def _nbytes(codec: Codec, like: Sequence[Tensor]) -> int:
+    return codec.nbytes(like) + PART_NBYTES * codec.linear
+
+
+def _told(codec: Codec, like: Sequence[Tensor]) -> tuple[int, int, int]:
+    """Blocks, length and value format in the header of a linear codec's part."""
+    values = codec.wire_dtype if isinstance(codec, Dense) else Chain.of(codec).values.format_key
+    blocks = dense_blocks(like) if isinstance(codec, Dense) else Chain.of(codec).plan(like).blocks
+    return blocks, codec.nbytes(like), VALUE_FORMATS.number(values, default=0)
+
+
+def _framed(codec: Codec, body: Payload, like: Sequence[Tensor]) -> Tensor:
+    """A body in parts; that of a linear codec, which has none by itself, in one."""
+    raw = body.raw()
+    if not codec.linear:
+        return raw
+    blocks, _, values = _told(codec, like)
+    return in_one_part(torch.cat([raw.new_empty(PART_NBYTES), raw]), blocks=blocks, values=values)

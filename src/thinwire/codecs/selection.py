@@ -7,77 +7,24 @@ seed: no index is sent, and where the values are plain floats the messages may b
 from __future__ import annotations
 
 import functools
-from abc import abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from thinwire.codecs.chain import All, Stage
 from thinwire.codecs.shared_seed import numbers
-from thinwire.codecs.stage import Stage
-from thinwire.errors import ConfigError, check_whole_number
+from thinwire.codecs.stages import Floats, Indices, Selection
+from thinwire.errors import check_whole_number
 
-Indices = NDArray[np.int64]
-Floats = NDArray[np.float32]
+__all__ = ["All", "RandomK", "Selection", "Striding", "TopK", "largest"]
 
 _ORDER, _SHIFT = 2, 3  # purposes of the shared random numbers
 
 
 @dataclass(frozen=True, repr=False)
-class Selection(Stage):
-    """Base of the selections.
-
-    Args:
-        k: entries kept of each block (all, where a block has fewer), or the fraction of a block as a float below one.
-    """
-
-    k: int | float = 32
-
-    indexed = False  # whether the indices travel with the values
-
-    def __post_init__(self) -> None:
-        """Check k."""
-        whole = isinstance(self.k, int) and not isinstance(self.k, bool) and self.k >= 1
-        if not whole and not (isinstance(self.k, float) and 0 < self.k < 1):
-            raise ConfigError(
-                f"the k of {type(self).__name__} is a whole number from 1, or a fraction below 1.0, got {self.k!r}"
-            )
-
-    def count(self, L: int) -> int:
-        """Entries kept of a block of L."""
-        return min(self.k, L) if isinstance(self.k, int) else max(1, round(self.k * L))
-
-    @abstractmethod
-    def positions(self, L: int, round: int, start: int, stop: int) -> Indices:
-        """Which entries of blocks `start` to `stop`, [stop - start, count(L)] in ascending order, without looking at them."""
-
-    def choose(self, strips: Tensor, block: tuple[int, int]) -> tuple[Indices, Floats]:
-        """Of a selection that is `indexed`: which entries of the blocks of a matrix, and their values; see `largest`."""
-        raise NotImplementedError(f"{type(self).__name__} is indexed, so it must choose by looking at the entries")
-
-
-@dataclass(frozen=True, repr=False)
-class All(Selection):
-    """Everything is sent: what a chain without a selection does."""
-
-    k: int | float = 1  # of no use here
-
-    def _shown(self, first: object) -> list[str]:  # noqa: ARG002
-        return []
-
-    def count(self, L: int) -> int:
-        """All of them."""
-        return L
-
-    def positions(self, L: int, round: int, start: int, stop: int) -> Indices:  # noqa: ARG002
-        """All of them."""
-        return np.broadcast_to(np.arange(L), (stop - start, L))
-
-
-@dataclass(frozen=True, repr=False)
-class TopK(Selection):
+class TopK(Selection, Stage):
     """The k entries of largest magnitude of each block. The best k-term approximation, for an index each."""
 
     indexed = True
@@ -92,7 +39,7 @@ class TopK(Selection):
 
 
 @dataclass(frozen=True, repr=False)
-class RandomK(Selection):
+class RandomK(Selection, Stage):
     """k entries at random, others in each round, the same on all workers; each entry is as likely as any other.
 
     One random set per round is shifted cyclically by a random distance in each block.
@@ -126,7 +73,7 @@ def _random_set(seed: int, round: int, L: int, k: int) -> Indices:
 
 
 @dataclass(frozen=True, repr=False)
-class Striding(Selection):
+class Striding(Selection, Stage):
     """Every (L / k)-th entry, beginning one further in each round, so that all entries have their turn.
 
     The block is cut into k runs of equal length (up to one), and round r sends entry r mod length of each.

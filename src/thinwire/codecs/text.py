@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 from thinwire.codecs.base import Codec
+from thinwire.codecs.chain import Chain
 from thinwire.codecs.dense import WIRE_DTYPES, Dense
 from thinwire.codecs.selection import All, RandomK, Striding, TopK
 from thinwire.codecs.transforms import DCT, Hadamard, Identity, RandomOrthogonal
@@ -23,7 +24,7 @@ def parse_codec(text: str) -> Codec:
 
     Args:
         text: a dense format ("fp32", "bf16", "fp16", averaged on the wire), a format with scales for all values ("int8", "fp4",
-            "2-bit", "1-bit"), or stages with their settings, joined by >>.
+            "2-bit", "1-bit"), or stages with their settings, joined by >>; `(...).split(4)` for messages of 4 parts.
 
     Raises:
         ConfigError: showing what is not understood, and what would be.
@@ -50,6 +51,8 @@ def _codec(node: ast.expr) -> Codec:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.RShift):
         left, right = _codec(node.left), _codec(node.right)
         return left >> right  # pyright: ignore[reportOperatorIssue]  (all of them are stages or chains)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "split":
+        return Chain.of(_codec(node.func.value)).split(*map(ast.literal_eval, node.args))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _STAGES:
         named = {k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg}
         return _STAGES[node.func.id](*map(ast.literal_eval, node.args), **named)

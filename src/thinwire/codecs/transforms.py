@@ -7,73 +7,24 @@ entries.
 
 from __future__ import annotations
 
-import functools
 import math
-from abc import abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from thinwire.codecs.chain import Identity, Stage
 from thinwire.codecs.shared_seed import numbers
-from thinwire.codecs.stage import Stage
+from thinwire.codecs.stages import Transform
 from thinwire.errors import ConfigError, check_whole_number
+
+__all__ = ["DCT", "Hadamard", "Identity", "RandomOrthogonal", "Transform"]
 
 _SIGNS = 1  # purpose of the shared random numbers
 
 
 @dataclass(frozen=True, repr=False)
-class Transform(Stage):
-    """Base of the transforms.
-
-    Args:
-        block: entries along each side of a block; a shorter dimension makes a shorter block, a longer one is cut into blocks
-            and padded with zeros to a whole number of them.
-    """
-
-    block: int = 64
-
-    def __post_init__(self) -> None:
-        """Check the block."""
-        check_whole_number("the block of a transform", self.block)
-
-    @property
-    def changes(self) -> bool:
-        """Whether the matrix is another one in each round, so that no state can live in its domain."""
-        return False
-
-    def length(self, n: int) -> int:
-        """Length of the blocks along a dimension of n entries."""
-        return max(1, min(n, self.block))
-
-    @abstractmethod
-    def basis(self, length: int, round: int) -> NDArray[np.float64] | None:
-        """The matrix P [length, length], one basis vector per row; None for the identity."""
-
-    def matrix(self, length: int, round: int, device: torch.device) -> Tensor | None:
-        """P in float32 on a device; None where there is nothing to do."""
-        return _matrix(self, length, round if self.changes else 0, device)
-
-
-@functools.lru_cache(maxsize=64)
-def _matrix(transform: Transform, length: int, round: int, device: torch.device) -> Tensor | None:
-    basis = transform.basis(length, round) if length > 1 else None
-    return None if basis is None else torch.from_numpy(basis).to(device=device, dtype=torch.float32)
-
-
-@dataclass(frozen=True, repr=False)
-class Identity(Transform):
-    """No transform, only blocks: the largest entries themselves are kept (SparseLoCo)."""
-
-    def basis(self, length: int, round: int) -> None:  # noqa: ARG002
-        """Nothing to do."""
-        return
-
-
-@dataclass(frozen=True, repr=False)
-class DCT(Transform):
+class DCT(Transform, Stage):
     """Orthonormal DCT-II, the transform of DeMo: P[i, j] = sqrt(2 / n) cos(pi (2 j + 1) i / (2 n)), row 0 over sqrt(2)."""
 
     def basis(self, length: int, round: int) -> NDArray[np.float64]:  # noqa: ARG002
@@ -85,7 +36,7 @@ class DCT(Transform):
 
 
 @dataclass(frozen=True, repr=False)
-class Hadamard(Transform):
+class Hadamard(Transform, Stage):
     """Walsh-Hadamard: entries +-1 / sqrt(n), P[i, j] negative where i & j has an odd number of bits. n is a power of two."""
 
     def __post_init__(self) -> None:

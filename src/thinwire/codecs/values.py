@@ -1,7 +1,8 @@
 """How kept values are written: as floats, int8, fp4, two bits or one. A sender takes off its buffer what receivers read.
 
-Values come as one long row, in groups that share a scale. Scales are bfloat16: the range of float32 in two bytes. The error of
-every rounding, that of the scale too, stays with the sender: `encode` returns what `decode` will read.
+Values come as one long row, in groups that share a scale; no group has values of two tensors. Scales are bfloat16: the range of
+float32 in two bytes. The error of every rounding, that of the scale too, stays with the sender: `encode` returns what `decode`
+will read.
 """
 
 from __future__ import annotations
@@ -14,95 +15,16 @@ import torch
 from numpy.typing import NDArray
 
 from thinwire.codecs.bits import Bytes, pack, packed_nbytes, padding_is_zero, unpack
-from thinwire.codecs.dense import WIRE_DTYPES
-from thinwire.codecs.stage import Stage
-from thinwire.errors import WireError, check_choice, check_whole_number
+from thinwire.codecs.chain import Float, Stage
+from thinwire.codecs.registry import VALUE_FORMATS
+from thinwire.codecs.stages import RUN, Floats, Indices, Row, Values, finite
+from thinwire.errors import WireError, check_whole_number
 
-Floats = NDArray[np.float32]
-
-DENSE_GROUP = 256  # values per scale in tensors that are sent whole
-_RUN = 1 << 20  # values that are worked on at once, so that the workspace is bounded
+__all__ = ["Float", "Floats", "Fp4", "Int8", "Row", "Scaled", "Sign", "TwoBit", "Values"]
 
 
 @dataclass(frozen=True, repr=False)
-class Values(Stage):
-    """Base of the value formats."""
-
-    @abstractmethod
-    def nbytes_of(self, count: int, k: int) -> int:
-        """Length of `count` values that come k to a block."""
-
-    def bits_of(self, count: int, k: int) -> float:
-        """Bits that so many values take among many others: their length without any rounding up, where the format knows."""
-        return 8 * self.nbytes_of(count, k)
-
-    @abstractmethod
-    def write(self, values: Floats, k: int) -> tuple[Bytes, Floats]:
-        """The bytes of `values` [count], and what `read` will make of them."""
-
-    @abstractmethod
-    def read(self, raw: Bytes, count: int, k: int, start: int, stop: int, *, check: bool = True) -> Floats:
-        """Values `start` to `stop` of `count`; without `check` where they have been checked before.
-
-        Raises:
-            WireError: a value or scale that is not finite, a negative scale, or padding that is not zero.
-        """
-
-    def check(self, raw: Bytes, count: int, k: int) -> float:
-        """A number that no value is larger than in magnitude; all are checked as `read` does, without keeping them.
-
-        Raises:
-            WireError: see `read`.
-        """
-        largest, step = 0.0, k * max(1, _RUN // k)
-        for at in range(0, count, step):
-            values = self.read(raw, count, k, at, min(at + step, count))
-            largest = max(largest, float(values.max()), -float(values.min()))
-        return largest
-
-
-@dataclass(frozen=True, repr=False)
-class Float(Values):
-    """Floating point numbers without a scale.
-
-    Args:
-        dtype: "fp32", "bf16" or "fp16".
-    """
-
-    dtype: str = "fp32"
-
-    def __post_init__(self) -> None:
-        """Check the name."""
-        check_choice("the dtype of Float", self.dtype, ("fp32", "bf16", "fp16"))
-
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        """The torch dtype."""
-        return WIRE_DTYPES[self.dtype]
-
-    def nbytes_of(self, count: int, k: int) -> int:  # noqa: ARG002
-        """Two or four bytes each."""
-        return count * self.wire_dtype.itemsize
-
-    def write(self, values: Floats, k: int) -> tuple[Bytes, Floats]:  # noqa: ARG002
-        """Cast."""
-        if not len(values):
-            return np.empty(0, np.uint8), values
-        cast = torch.from_numpy(values).to(self.wire_dtype)
-        return cast.view(torch.uint8).numpy(), cast.float().numpy()
-
-    def read(self, raw: Bytes, count: int, k: int, start: int, stop: int, *, check: bool = True) -> Floats:  # noqa: ARG002
-        """Cast back."""
-        if stop <= start:
-            return np.empty(0, np.float32)
-        size = self.wire_dtype.itemsize
-        part = raw[start * size : stop * size].copy()  # aligned, and never a view into the message
-        values = torch.from_numpy(part).view(self.wire_dtype).float().numpy()
-        return _finite("value", values) if check else values
-
-
-@dataclass(frozen=True, repr=False)
-class Scaled(Values):
+class Scaled(Values, Stage):
     """Base of the formats with a scale per group: all scales first, then all codes.
 
     Args:
@@ -112,7 +34,6 @@ class Scaled(Values):
     group: int = 0
     width = 8  # bits per value
     scales = 1  # scales per group
-    within_scale = True  # whether every code means a value that is not larger than its scale
 
     def __post_init__(self) -> None:
         """Check the group."""
@@ -123,7 +44,7 @@ class Scaled(Values):
         """Scales [n, scales], already as read back, and codes [n, g].
 
         Args:
-            groups: [n, g], the last one filled up with zeros.
+            groups: [n, g], those with fewer values filled up with zeros.
             counts: [n], how many values each really has.
         """
 
@@ -134,98 +55,113 @@ class Scaled(Values):
     def _check_codes(self, codes: NDArray[np.integer]) -> None:
         """Refuse codes that no sender writes; most formats have none."""
 
-    def _group(self, k: int) -> int:
+    def group_of(self, k: int) -> int:
+        """Values that share a scale."""
         return self.group or k
 
     def _shown(self, first: object) -> list[str]:
         return [repr(first)] if first != type(self).group else []
 
-    def nbytes_of(self, count: int, k: int) -> int:
+    def nbytes_of(self, row: Row) -> int:
         """Two bytes per scale, and the packed codes."""
-        return 2 * self.scales * -(-count // self._group(k)) + packed_nbytes(count, self.width)
+        return self._head(row) + packed_nbytes(row.count, self.width)
+
+    def _head(self, row: Row) -> int:
+        """Bytes of all scales."""
+        return 2 * self.scales * row.groups(self.group_of(row.k))
 
     def bits_of(self, count: int, k: int) -> float:
         """The codes, and their share of the scales."""
-        return count * (self.width + 16 * self.scales / self._group(k))
+        return count * (self.width + 16 * self.scales / self.group_of(k))
 
-    def write(self, values: Floats, k: int) -> tuple[Bytes, Floats]:
+    def write(self, values: Floats, row: Row) -> tuple[Bytes, Floats]:
         """Scale, round, pack; in runs of whole groups, so that the workspace is bounded."""
-        count = len(values)
-        g = min(self._group(k), max(1, count))
-        scales = np.empty((-(-count // g), self.scales), np.float32)
-        codes, read = np.empty(count, np.uint8), np.empty(count, np.float32)
-        run = max(1, _RUN // g)  # groups
+        borders = row.borders(self.group_of(row.k))
+        scales = np.empty((len(borders) - 1, self.scales), np.float32)
+        codes, read = np.empty(row.count, np.uint8), np.empty(row.count, np.float32)
+        run = max(1, RUN // max(1, int(np.diff(borders).max(initial=1))))  # groups
         for first in range(0, len(scales), run):
-            at = slice(first * g, min((first + run) * g, count))
-            scales[first : first + run], codes[at], read[at] = self._write(values[at], g)
+            here = borders[first : first + run + 1]
+            at = slice(here[0], here[-1])
+            scales[first : first + run], codes[at], read[at] = self._write(values[at], np.diff(here))
         return np.concatenate([_bf16_bytes(scales), pack(codes, self.width)]), read
 
-    def _write(self, values: Floats, g: int) -> tuple[Floats, NDArray[np.integer], Floats]:
-        """Scales [groups, scales], codes and what they are read as, of whole groups (the last may be short)."""
-        count, n = len(values), -(-len(values) // g)
-        groups = np.zeros((n, g), np.float32)
-        groups.reshape(-1)[:count] = values
-        counts = np.full(n, g, np.float32)
-        counts[-1] = count - (n - 1) * g
+    def _write(self, values: Floats, counts: Indices) -> tuple[Floats, NDArray[np.integer], Floats]:
+        """Scales [groups, scales], codes and what they are read as, of groups of so many values."""
+        g = int(counts.max())
+        there = None
+        if (counts == g).all():
+            groups = values.reshape(-1, g)
+        else:
+            there = np.arange(g) < counts[:, None]
+            groups = np.zeros((len(counts), g), np.float32)
+            groups[there] = values
         with np.errstate(all="ignore"):  # what is not finite is found by the exchange, which looks at what comes back
-            scales, codes = self._quantise(groups, counts)
-            flat = codes.reshape(-1)[:count]
-            return scales, flat, self._scale(flat, scales, 0, g)
+            scales, codes = self._quantise(groups, counts.astype(np.float32))
+            codes = codes.reshape(-1) if there is None else codes[there]
+            return scales, codes, self._scale(codes, scales, counts)
 
-    def read(self, raw: Bytes, count: int, k: int, start: int, stop: int, *, check: bool = True) -> Floats:
+    def read(self, raw: Bytes, row: Row, start: int, stop: int, *, check: bool = True) -> Floats:
         """Unpack and scale."""
         if stop <= start:
             return np.empty(0, np.float32)
-        g = min(self._group(k), count)
-        head = 2 * self.scales * -(-count // g)
-        first, last = start // g, -(-stop // g)
+        borders, head = row.borders(self.group_of(row.k)), self._head(row)
+        first, last = np.searchsorted(borders, start, "right") - 1, np.searchsorted(borders, stop)
         scales = _bf16_floats(raw[2 * self.scales * first : 2 * self.scales * last]).reshape(-1, self.scales)
         if check:
             self._check_scales(scales)
-            if stop == count:
-                self._check_padding(raw[head:], count)
-        codes = unpack(raw[head:], count, self.width, start, stop)
+            if stop == row.count:
+                self._check_padding(raw[head:], row.count)
+        codes = unpack(raw[head:], row.count, self.width, start, stop)
         if check:
             self._check_codes(codes)
-        values = self._scale(codes, scales, start - first * g, g)
-        return _finite("value", values) if check else values
+        values = self._scale(codes, scales, np.diff(borders[first : last + 1].clip(start, stop)))
+        return finite("value", values) if check else values
 
-    def check(self, raw: Bytes, count: int, k: int) -> float:
-        """The largest scale where that says enough, without looking at the codes."""
-        if not self.within_scale or not count:
-            return super().check(raw, count, k)
-        head = 2 * self.scales * -(-count // min(self._group(k), count))
+    def check(self, raw: Bytes, row: Row) -> float:
+        """The largest scale, without looking at the codes: none means more than its scale."""
+        scales = self._checked_scales(raw, row)
+        return float(scales.max(initial=0))
+
+    def _checked_scales(self, raw: Bytes, row: Row) -> Floats:
+        head = self._head(row)
         scales = _bf16_floats(raw[:head])
         self._check_scales(scales)
-        self._check_padding(raw[head:], count)
-        return float(scales.max())
+        self._check_padding(raw[head:], row.count)
+        return scales
 
     @staticmethod
     def _check_scales(scales: Floats) -> None:
-        if not (_finite("scale", scales) >= 0).all():
+        if not (finite("scale", scales) >= 0).all():
             raise WireError(f"a negative scale: {scales.min()}")
 
     def _check_padding(self, codes: Bytes, count: int) -> None:
         if not padding_is_zero(codes, count, self.width):
             raise WireError("the padding of a value section is not zero")
 
-    def _scale(self, codes: NDArray[np.integer], scales: Floats, start: int, g: int) -> Floats:
-        """Values of codes, the first of which is number `start` of its group."""
+    def _scale(self, codes: NDArray[np.integer], scales: Floats, counts: Indices) -> Floats:
+        """Values of codes, in groups of so many."""
         with np.errstate(over="ignore"):
-            if not start and not len(codes) % g:  # whole groups
-                return self._restore(codes.reshape(-1, g), scales[:, None]).reshape(-1)
-            return self._restore(codes, np.repeat(scales, g, axis=0)[start : start + len(codes)])
+            if (counts == counts[0]).all():
+                return self._restore(codes.reshape(-1, int(counts[0])), scales[:, None]).reshape(-1)
+            return self._restore(codes, np.repeat(scales, counts, axis=0))
 
 
 @dataclass(frozen=True, repr=False)
 class Int8(Scaled):
     """Whole numbers -127 to 127 times max|x| / 127 of the group."""
 
-    within_scale = False
-
     def _check_codes(self, codes: NDArray[np.integer]) -> None:
         if (codes == 128).any():
             raise WireError("an int8 code of -128, where -127 to 127 are used")
+
+    def check(self, raw: Bytes, row: Row) -> float:
+        """127 times the largest scale; the values themselves are looked at only where that is too large."""
+        scales = self._checked_scales(raw, row)
+        self._check_codes(raw[self._head(row) :])
+        with np.errstate(over="ignore"):
+            largest = float(127 * scales.max(initial=0))
+        return largest if np.isfinite(largest) else Values.check(self, raw, row)
 
     def _quantise(self, groups: Floats, counts: Floats) -> tuple[Floats, NDArray[np.integer]]:  # noqa: ARG002
         scale = _bf16(np.abs(groups).max(axis=1, initial=0) / 127)
@@ -246,7 +182,8 @@ class Fp4(Scaled):
     group: int = 256
     width = 4
 
-    def _group(self, k: int) -> int:  # noqa: ARG002
+    def group_of(self, k: int) -> int:  # noqa: ARG002
+        """256 in blocks too."""
         return self.group or 256
 
     def _quantise(self, groups: Floats, counts: Floats) -> tuple[Floats, NDArray[np.integer]]:  # noqa: ARG002
@@ -323,10 +260,12 @@ def _bf16_bytes(values: Floats) -> Bytes:
 
 
 def _bf16_floats(raw: Bytes) -> Floats:
+    if not len(raw):  # torch does not look at an empty array in another dtype
+        return np.empty(0, np.float32)
     return torch.from_numpy(raw.copy()).view(torch.bfloat16).float().numpy()
 
 
-def _finite(what: str, values: Floats) -> Floats:
-    if len(values) and not np.isfinite([values.min(), values.max()]).all():
-        raise WireError(f"a {what} that is not finite")
-    return values
+VALUE_FORMATS.add(5, Int8)
+VALUE_FORMATS.add(6, Fp4)
+VALUE_FORMATS.add(7, TwoBit)
+VALUE_FORMATS.add(8, Sign)

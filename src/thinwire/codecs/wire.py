@@ -1,31 +1,39 @@
-"""The envelope of a message that is gathered: a header of 48 bytes before the body. docs/wire-format.md describes both.
+"""The frame of a message that is gathered: an envelope, then one or more parts. docs/wire-format.md describes them.
 
-A message comes from somebody else: it is read as if it were made to do harm. Length, magic, version, checksum, fingerprint,
-round and rank are checked here, in this order and before anything is allocated; the codec then checks its body from end to
-end before anything is applied.
+A message comes from somebody else: it is read as if it were made to do harm. `unseal` checks the envelope and the frames of the
+parts, with their checksums, before anything is allocated; the codec then checks what is in them from end to end before anything
+is applied.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from thinwire.codecs.base import Codec
+from thinwire.codecs.bits import Bytes
+from thinwire.codecs.stages import DENSE_GROUP
 from thinwire.errors import WireError
 from thinwire.payload import Payload
 
 MAGIC = b"THNW"
-VERSION = 1
-_HEADER = struct.Struct("<4sBBHQQIfQII")  # magic, version, flags, 0, fingerprint, round, rank, weight, length, 0, checksum
+VERSION = 2
+# magic, version, flags, parts, fingerprint, round, sender, state hash, length of all parts, weight, checksum
+_HEADER = struct.Struct("<4sBBHQQQQQfI")
 HEADER_NBYTES = _HEADER.size
-_WITHDRAWN = 1
+_PART = struct.Struct("<QQQHHI")  # first block, blocks, length, value format, index codes, checksum
+PART_NBYTES = _PART.size
+MOST_PARTS = (1 << 16) - 1
+_INVALID = 1
 
 
 @dataclass(frozen=True)
@@ -33,14 +41,17 @@ class Envelope:
     """What a header says, besides what every message of a round says alike.
 
     Attributes:
-        rank: the sender.
+        sender: id of the worker it comes from, 0 to 2**64 - 1.
         weight: how much its contribution counts.
-        withdrawn: the sender has nothing good to give: its body means nothing and the round is refused in its name.
+        invalid: the sender's contribution is not finite: its body means nothing and the round is refused in its name.
+        state_hash: a hash of the sender's replicated state, 0 to 2**64 - 1; 0 where none is given. (`hash_tensors` is signed:
+            give it modulo 2**64.)
     """
 
-    rank: int
+    sender: int
     weight: float = 1.0
-    withdrawn: bool = False
+    invalid: bool = False
+    state_hash: int = 0
 
 
 def fingerprint(codec: Codec, like: Sequence[Tensor]) -> int:
@@ -49,27 +60,134 @@ def fingerprint(codec: Codec, like: Sequence[Tensor]) -> int:
     The first eight bytes, little-endian, of the SHA-256 of the codec as it is written, a line break, and the shapes:
     "64x64,10,".
     """
-    shapes = "".join("x".join(map(str, t.shape)) + "," for t in like)
-    return int.from_bytes(hashlib.sha256(f"{codec!r}\n{shapes}".encode()).digest()[:8], "little")
+    return _fingerprint(codec, tuple(tuple(t.shape) for t in like))
+
+
+@functools.lru_cache(maxsize=256)
+def _fingerprint(codec: Codec, shapes: tuple[tuple[int, ...], ...]) -> int:
+    told = "".join("x".join(map(str, shape)) + "," for shape in shapes)
+    return int.from_bytes(hashlib.sha256(f"{codec!r}\n{told}".encode()).digest()[:8], "little")
+
+
+# --- Parts ---------------------------------------------------------------------------------------------------------------
+
+
+def part_header(first: int, blocks: int, length: int, values: int, codes: int = 0) -> bytes:
+    """The header of a part, with zeros for its checksum.
+
+    Args:
+        first: number of its first block.
+        blocks: how many.
+        length: bytes that follow.
+        values: number of the value format.
+        codes: bit i is set where indices are in the code with number i.
+    """
+    return _PART.pack(first, blocks, length, values, codes, 0)
+
+
+def with_checksum(header: bytes, pieces: Iterable[Bytes]) -> bytes:
+    """A part's header with the checksum of itself and of all that follows it."""
+    checksum = zlib.crc32(header)
+    for piece in pieces:
+        checksum = zlib.crc32(np.ascontiguousarray(piece).data, checksum)
+    return header[:-4] + struct.pack("<I", checksum)
+
+
+def same_part(header: bytes, found: Bytes) -> None:
+    """Compare what a part says of itself with what it must be.
+
+    Raises:
+        WireError: naming what differs.
+    """
+    told, due = _PART.unpack(found[:PART_NBYTES].tobytes()), _PART.unpack(header)
+    names = ("first block", "number of blocks", "length", "value format", "index codes")
+    for name, a, b in zip(names, told, due, strict=False):
+        if a != b:
+            raise WireError(f"a part whose {name} is {a}, where these shapes and this codec make {b}")
+
+
+def dense_blocks(like: Sequence[Tensor]) -> int:
+    """Blocks of tensors that are sent whole."""
+    return sum(-(-t.numel() // DENSE_GROUP) for t in like)
+
+
+def in_one_part(raw: Tensor, *, blocks: int, values: int) -> Tensor:
+    """Bytes [n] as one part of a message, [PART_NBYTES + n]; the first PART_NBYTES of `raw` are overwritten by its header."""
+    header = part_header(0, blocks, raw.numel() - PART_NBYTES, values)
+    complete = with_checksum(header, [raw[PART_NBYTES:].cpu().numpy()])
+    raw[:PART_NBYTES] = torch.frombuffer(bytearray(complete), dtype=torch.uint8)
+    return raw
+
+
+def _walk(raw: Tensor, count: int | None) -> list[tuple[bytes, Tensor]]:
+    """The parts of a body: header and all that follows; checksums are not looked at.
+
+    Raises:
+        WireError: parts that do not fill the body exactly, or are not `count`.
+    """
+    parts, at = [], 0
+    while at < raw.numel() and len(parts) <= (MOST_PARTS if count is None else count):
+        header = raw[at : at + PART_NBYTES].cpu().numpy().tobytes()
+        if len(header) < PART_NBYTES:
+            raise WireError(f"part {len(parts)}: {len(header)} bytes, where its header has {PART_NBYTES}")
+        length = _PART.unpack(header)[2]
+        at += PART_NBYTES
+        if length > raw.numel() - at:
+            raise WireError(f"part {len(parts)}: {length} bytes are announced, where {raw.numel() - at} follow")
+        parts.append((header, raw[at : at + length]))
+        at += length
+    if count is not None and len(parts) != count:
+        raise WireError(f"{'more' if len(parts) > count else len(parts)} parts, where the header announces {count}")
+    return parts
+
+
+def check_part(number: int, of: int, header: bytes, rest: Tensor) -> None:
+    """Compare the checksum of a part with what came.
+
+    Raises:
+        WireError: naming the part.
+    """
+    told = int.from_bytes(header[-4:], "little")
+    found = zlib.crc32(rest.cpu().numpy().data, zlib.crc32(header[:-4] + bytes(4)))
+    if found != told:
+        raise WireError(
+            f"part {number} of {of}: wrong checksum: {found:#010x} instead of {told:#010x}, so it was damaged on the way"
+        )
+
+
+# --- Envelope ------------------------------------------------------------------------------------------------------------
 
 
 def seal(body: Payload, envelope: Envelope, *, fingerprint: int, round: int) -> Payload:
-    """Put a body into its envelope."""
+    """Put a body, which is one or more parts, into its envelope; of an invalid one the length alone is kept."""
     raw = body.raw()
-    told = (MAGIC, VERSION, _WITHDRAWN * envelope.withdrawn, 0, fingerprint, round, envelope.rank, envelope.weight, raw.numel())
-    checksum = zlib.crc32(raw.cpu().numpy().data, zlib.crc32(_HEADER.pack(*told, 0, 0)))
-    header = torch.frombuffer(bytearray(_HEADER.pack(*told, 0, checksum)), dtype=torch.uint8)
+    if envelope.invalid:
+        raw = in_one_part(torch.zeros_like(raw), blocks=0, values=0)
+    told = (
+        MAGIC,
+        VERSION,
+        _INVALID * envelope.invalid,
+        len(_walk(raw, None)),
+        fingerprint,
+        round,
+        envelope.sender,
+        envelope.state_hash,
+        raw.numel(),
+        envelope.weight,
+    )
+    head = _HEADER.pack(*told, 0)
+    header = torch.frombuffer(bytearray(head[:-4] + struct.pack("<I", zlib.crc32(head))), dtype=torch.uint8)
     return body.like(torch.cat([header.to(raw.device), raw]))
 
 
-def unseal(message: Payload, *, fingerprint: int, round: int, rank: int, nbytes: int) -> tuple[Payload, Envelope]:
-    """Check an envelope and take the body out.
+def unseal(message: Payload, *, fingerprint: int, round: int, sender: int, nbytes: int) -> tuple[Payload, Envelope]:
+    """Check the envelope and the frames of the parts, and take the body out.
 
     Args:
         message: as it came.
         fingerprint: of this worker's codec and tensors.
         round: in which it was received.
-        rank: whose message it should be.
+        sender: whose message it should be.
         nbytes: how long its body must be.
 
     Returns:
@@ -78,37 +196,43 @@ def unseal(message: Payload, *, fingerprint: int, round: int, rank: int, nbytes:
     Raises:
         WireError: naming what is wrong, what was found and what was expected.
     """
+    try:
+        return _unseal(message, fingerprint, round, sender, nbytes)
+    except WireError as error:
+        raise WireError(str(error), rank=sender) from None
+
+
+def _unseal(message: Payload, fingerprint: int, round: int, sender: int, nbytes: int) -> tuple[Payload, Envelope]:
     raw = message.data
-
-    def refuse(what: str) -> WireError:
-        return WireError(what, rank=rank)
-
     if raw.dtype != torch.uint8:
-        raise refuse(f"not bytes but {str(raw.dtype).removeprefix('torch.')}")
+        raise WireError(f"not bytes but {str(raw.dtype).removeprefix('torch.')}")
     if raw.numel() < HEADER_NBYTES:
-        raise refuse(f"too short for a header: {message.nbytes} bytes, where {HEADER_NBYTES} are needed")
+        raise WireError(f"too short for a header: {message.nbytes} bytes, where {HEADER_NBYTES} are needed")
     head = raw[:HEADER_NBYTES].cpu().numpy().tobytes()
-    magic, version, flags, zero, told, number, sender, weight, length, zeros, checksum = _HEADER.unpack(head)
+    magic, version, flags, parts, told, number, name, state, length, weight, checksum = _HEADER.unpack(head)
     if magic != MAGIC:
-        raise refuse(f"wrong magic: {magic!r} instead of {MAGIC!r}, so it is no message of thinwire")
+        raise WireError(f"wrong magic: {magic!r} instead of {MAGIC!r}, so it is no message of thinwire")
     if version != VERSION:
-        raise refuse(f"wire version {version}, where this thinwire reads version {VERSION}")
+        raise WireError(f"wire version {version}, where this thinwire reads version {VERSION}")
+    if (found := zlib.crc32(head[:-4] + bytes(4))) != checksum:
+        raise WireError(
+            f"wrong checksum of the header: {found:#010x} instead of {checksum:#010x}, so it was damaged on the way"
+        )
     if length != nbytes:
-        raise refuse(f"a body of {length} bytes is announced, where these shapes and this codec make {nbytes}")
+        raise WireError(f"a body of {length} bytes is announced, where these shapes and this codec make {nbytes}")
     if raw.numel() != HEADER_NBYTES + length:
-        raise refuse(f"wrong length: {raw.numel()} bytes came, where the header announces {HEADER_NBYTES + length}")
-    body = raw[HEADER_NBYTES:]
-    found = zlib.crc32(body.cpu().numpy().data, zlib.crc32(head[:-4] + bytes(4)))
-    if found != checksum:
-        raise refuse(f"wrong checksum: {found:#010x} instead of {checksum:#010x}, so it was damaged on the way")
-    if flags & ~_WITHDRAWN or zero or zeros:
-        raise refuse(f"unknown flags: {flags:#04x}, {zero:#06x}, {zeros:#010x}")
+        raise WireError(f"wrong length: {raw.numel()} bytes came, where the header announces {HEADER_NBYTES + length}")
+    if flags & ~_INVALID:
+        raise WireError(f"unknown flags: {flags:#04x}")
     if told != fingerprint:
-        raise refuse(f"fingerprint {told:#018x} instead of {fingerprint:#018x}: another codec, or tensors of other shapes")
+        raise WireError(f"fingerprint {told:#018x} instead of {fingerprint:#018x}: another codec, or tensors of other shapes")
     if number != round:
-        raise refuse(f"of round {number}, in round {round}")
-    if sender != rank:
-        raise refuse(f"sent in the name of rank {sender}")
+        raise WireError(f"of round {number}, in round {round}")
+    if name != sender:
+        raise WireError(f"sent in the name of {name}")
     if not (math.isfinite(weight) and weight >= 0):
-        raise refuse(f"weight {weight!r}, which must be finite and not negative")
-    return message.like(body), Envelope(sender, weight, bool(flags & _WITHDRAWN))
+        raise WireError(f"weight {weight!r}, which must be finite and not negative")
+    body = raw[HEADER_NBYTES:]
+    for nth, (header, rest) in enumerate(_walk(body, parts)):
+        check_part(nth, parts, header, rest)
+    return message.like(body), Envelope(name, weight, bool(flags & _INVALID), state)

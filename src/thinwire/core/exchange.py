@@ -9,7 +9,7 @@ puts it on its way and gives an `Exchange`, whose `wait()` returns what `Arrived
 * `Gathered`: all others. A message travels in an envelope (`codecs.wire`) that says as much.
 
 A contribution that is invalid (NaN, Inf, or too large) is found before anything is applied, and the round is refused on ALL
-workers with the culprit named, so that no worker's shared state has changed. The other gates are in `gates` and `replicas`.
+workers with the culprit named. The other gates are in `gates` and `replicas`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.aggregate import Mean
-from thinwire.codecs.base import Codec
+from thinwire.codecs.base import Codec, Messages
 from thinwire.codecs.chain import Chain, Encoded, PerTensor
+from thinwire.codecs.decoder import Received
 from thinwire.codecs.dense import Dense
-from thinwire.codecs.received import Received
-from thinwire.codecs.wire import HEADER_NBYTES, Envelope, fingerprint, seal, unseal
+from thinwire.codecs.wire import HEADER_NBYTES, PART_NBYTES, Envelope, fingerprint, seal, unseal
 from thinwire.errors import ConfigError, NonFiniteRound, WireError, check_whole_number
 from thinwire.links.base import Link, Peers
 from thinwire.network import Op
@@ -49,15 +49,13 @@ class Outgoing:
     """What a worker sends in a round; nothing is encoded yet.
 
     Attributes:
-        tensors: this worker's contribution, any shapes, on one device; of a slot, tensors of the shapes it stands for, which
-            are added to it first where `scale` is given.
+        tensors: this worker's contribution, any shapes, on one device; of slots, what is added to them where `scale` is given.
         codec: what is sent of them.
         mean: how the contributions are combined. Only the plain mean can be left to the wire, so a linear codec takes no other.
         weight: how much this worker's contribution counts; equal by default. Given by all workers or by none.
         want_sent: also keep what the others decode of this worker's own message, for error feedback.
         invalid: whether this worker knows that its contribution is invalid (True) or valid (False); by default it is looked at.
-        slots: state in the domain of the codec's transform, of the shapes that `Chain.slot_shapes` tells: what is sent, instead
-            of `tensors`.
+        slots: what is sent instead: state in the domain of the codec's transform, of the shapes `Chain.slot_shapes` tells.
         decay: with `scale`, slots <- decay * slots + scale * transform(tensors) comes first; one number, or one per tensor.
             What is added so stays in the slots whatever becomes of the round; an invalid tensor is not added.
         scale: see `decay`; by default the slots are sent as they are.
@@ -80,14 +78,11 @@ class Outgoing:
     def __post_init__(self) -> None:
         """Refuse what the wire cannot do."""
         codec, weight = self.codec, self.weight
+        wire = f"{codec!r} is averaged on the wire, which"
         if codec.linear and self.pair is not None:
-            raise ConfigError(
-                f"{codec!r} is averaged on the wire, which two workers cannot do: take Dense(gather=True) or the like"
-            )
+            raise ConfigError(f"{wire} two workers cannot do: take Dense(gather=True) or the like")
         if codec.linear and not self.mean.plain:
-            raise ConfigError(
-                f"{codec!r} is averaged on the wire, which can do the plain mean over workers only, not {self.mean!r}"
-            )
+            raise ConfigError(f"{wire} can do the plain mean over workers only, not {self.mean!r}")
         if weight is not None and not 0 <= weight <= torch.finfo(torch.float32).max:
             raise ConfigError(f"weight must be finite in float32 and not negative, got {weight!r}")
         if weight is not None and codec.linear and _number_nbytes(codec) < 4:
@@ -182,8 +177,7 @@ class Exchange(ABC):
         outgoing: this worker's contribution; not changed, but for its slots.
         peers: who takes part.
         round: number of the round, for codecs that change with it.
-        any_shard: where the worker's model is sharded over processes, tells whether any of them raised its flag, so that all
-            shards of a worker refuse a round together.
+        any_shard: where the worker's model is sharded over processes: whether any of them raised its flag.
         purpose: what stands in meters and error messages.
         largest: a value larger than this makes a contribution invalid.
     """
@@ -234,7 +228,8 @@ class Exchange(ABC):
         scaled = [t * self.weight for t in tensors] if codec.linear and self.weight is not None else tensors
         if isinstance(codec, Dense):
             body = codec.encode(scaled, round=self.round, spare=spare)
-            finite = all_finite([body.data.view(codec.wire_dtype)], largest)
+            values = body.data if codec.linear else body.data[PART_NBYTES:]
+            finite = all_finite([values.view(codec.wire_dtype)], largest)
         else:  # a codec may leave a NaN out, or turn it into something finite: look at what goes in
             body, finite = codec.encode_finite(scaled, round=self.round)
             if spare:
@@ -288,14 +283,15 @@ class Exchange(ABC):
             return result[0]
         if self.any_shard(error is not None):
             raise error or WireError("another shard of this worker could not read its messages")
-        names = ", ".join(f"rank {r}" for r in culprits if r >= 0)
-        reason = f"NaN or Inf in the contribution of {names}" if names else "the sum of all contributions overflowed"
-        pair = self.outgoing.pair
+        raise self._refusal(culprits)
+
+    def _refusal(self, culprits: list[int]) -> NonFiniteRound:
+        named, pair = [r for r in culprits if r >= 0], self.outgoing.pair
+        reason = "the sum of all contributions overflowed" if culprits else "another shard of this worker refused it"
+        if named:
+            reason = f"NaN or Inf in the contribution of {', '.join(f'rank {r}' for r in named)}"
         together = f"on all {self.peers.size} workers" if pair is None else f"by rank {' and rank '.join(map(str, pair))}"
-        raise NonFiniteRound(
-            f"round {self.round} refused {together}: " + (reason if culprits else "another shard of this worker refused it"),
-            culprits=[r for r in culprits if r >= 0],
-        )
+        return NonFiniteRound(f"round {self.round} refused {together}: {reason}", culprits=named)
 
     def _arrived(self, ids: tuple[int, ...], **result: Any) -> Arrived:
         return Arrived(ids, self.peers.id in ids, self.outgoing, self.sent, _encoded=self.encoded, **result)
@@ -335,7 +331,7 @@ class Reduced(Exchange):
             return self._arrived(ids, _mean=[m / weights[0] for m in mean] if weights else mean), True
         assert isinstance(self.codec, Chain)
         body = body.like(body.data / weights[0]) if weights else body
-        received = self.codec.receive([body], self.like, round=self.round, mean=self.outgoing.mean)
+        received = self.codec.receive(Messages([body], self.like, self.round, self.outgoing.mean))
         return self._arrived(ids, _received=received), received.safe
 
 
@@ -347,9 +343,7 @@ class Gathered(Exchange):
         return fingerprint(self.codec, self.like)
 
     def _message(self, body: Payload, invalid: bool) -> tuple[Payload, Op]:
-        if invalid:
-            body = body.like(torch.zeros_like(body.data))
-        envelope = Envelope(self.peers.id, 1.0 if self.weight is None else self.weight, withdrawn=invalid)
+        envelope = Envelope(self.peers.id, 1.0 if self.weight is None else self.weight, invalid=invalid)
         if self.outgoing.pair is not None:
             body = replace(body, partner=next((r for r in self.outgoing.pair if r != self.peers.rank), None))
         sealed = seal(body, envelope, fingerprint=self._fingerprint, round=self.round)
@@ -360,13 +354,13 @@ class Gathered(Exchange):
         opened = []
         for p in payloads:
             assert p.sender is not None, "a link says whose message it brings"
-            opened.append(unseal(p, fingerprint=self._fingerprint, round=self.round, rank=p.sender, nbytes=nbytes))
+            opened.append(unseal(p, fingerprint=self._fingerprint, round=self.round, sender=p.sender, nbytes=nbytes))
         weights = [e.weight for _, e in opened]
         if self.weight is None and (odd := [e for _, e in opened if e.weight != 1]):
-            raise WireError(f"weight {odd[0].weight:g}, where this worker gives no weight", rank=odd[0].rank)
+            raise WireError(f"weight {odd[0].weight:g}, where this worker gives no weight", rank=odd[0].sender)
         if not sum(weights) > 0:
             raise WireError("the weights of all workers are zero")
-        culprits = [e.rank for _, e in opened if e.withdrawn]
+        culprits = [e.sender for _, e in opened if e.invalid]
         return [body for body, _ in opened], None if self.weight is None else weights, culprits
 
     def _decode(self, bodies: list[Payload], weights: list[float] | None) -> tuple[Arrived, bool]:
@@ -375,13 +369,13 @@ class Gathered(Exchange):
             each = self._decode_each(bodies)
             mine = ids.index(self.peers.id)
             return self._arrived(ids, _each=[each[mine], each[-1 - mine]]), True
-        round, mean = self.round, self.outgoing.mean
+        messages = Messages(bodies, self.like, self.round, self.outgoing.mean, weights, ids)
         if self.encoded is not None:
             assert isinstance(self.codec, Chain)
             own = (ids.index(self.peers.id), self.encoded) if self.peers.id in ids else None
-            received = self.codec.receive(bodies, self.like, round=round, mean=mean, weights=weights, own=own)
+            received = self.codec.receive(messages, own=own)
             return self._arrived(ids, _received=received), received.safe
-        combined = self.codec.combine(bodies, self.like, round=round, mean=mean, weights=weights)
+        combined = self.codec.combine(messages)
         finite = all_finite(combined)
         if not finite:  # an honest sender would have said that its contribution is invalid
             self._decode_each(bodies)
@@ -410,8 +404,3 @@ def post(
     kind = Reduced if outgoing.codec.linear else Gathered
     peers = peers or link.peers()
     return kind(link, outgoing, peers=peers, round=round, any_shard=any_shard, purpose=purpose, largest=largest)
-
-
-def pair_of(rank: int, partner: int | None) -> tuple[int, ...]:
-    """The ranks of a pair in order; a worker's own alone where it has no partner."""
-    return (rank,) if partner is None else (min(rank, partner), max(rank, partner))

@@ -7,15 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from thinwire.codecs.shared_seed import numbers_on
 from thinwire.payload import describe
-
-
-def _weights(start: int, count: int, device: torch.device) -> Tensor:
-    """Odd 64-bit numbers that look random, one per place (the mixing of splitmix64)."""
-    z = torch.arange(start + 1, start + 1 + count, device=device).mul_(-7046029254386353131)
-    z.bitwise_xor_(z >> 30).mul_(-4658895280553007687)
-    z.bitwise_xor_(z >> 27).mul_(-7723592293110705685)
-    return z.bitwise_xor_(z >> 31).bitwise_or_(1)
 
 
 def hash_tensors(tensors: Sequence[Tensor]) -> int:
@@ -29,7 +22,7 @@ def hash_tensors(tensors: Sequence[Tensor]) -> int:
         raw = t.detach().contiguous().flatten().view(torch.uint8)
         words = torch.nn.functional.pad(raw, (0, -raw.numel() % 4)).view(torch.int32)
         for chunk in words.split(1 << 20):  # bounded workspace
-            total += int(chunk.to(torch.int64).mul_(_weights(place, chunk.numel(), chunk.device)).sum())
+            total += int(chunk.to(torch.int64).mul_(numbers_on(chunk.device, place, chunk.numel()) | 1).sum())
             place += chunk.numel()
         place += 1
     return (total + 2**63) % 2**64 - 2**63

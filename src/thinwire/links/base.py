@@ -226,3 +226,8 @@ def members_of(payload: Payload, op: Op, rank: int, size: int) -> tuple[int, ...
     if payload.partner == rank or not 0 <= payload.partner < size:
         raise LinkError(f"rank {rank} of {size} workers cannot be paired with rank {payload.partner}")
     return (min(rank, payload.partner), max(rank, payload.partner))
+
+
+def pair_of(rank: int, partner: int | None) -> tuple[int, ...]:
+    """The ranks of a pair in order; a worker's own alone where it has no partner."""
+    return (rank,) if partner is None else (min(rank, partner), max(rank, partner))

@@ -1,0 +1,268 @@
+"""Encoding: tensors, or slots in the domain of a transform, become a message.
+
+A slot is a tensor that lives in the domain of the transform. There, taking off what was sent needs no inverse transform:
+`accumulate` adds new tensors to the slots, `encode_slots` makes the message, and `Encoded.take_from` subtracts from the slots
+exactly what the receivers will read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from thinwire.codecs.base import Messages
+from thinwire.codecs.bits import Bytes
+from thinwire.codecs.decoder import Received
+from thinwire.codecs.layout import Batch, Group, Piece, Shape, matrix_of, padded
+from thinwire.codecs.message_plan import Kept, Message, Plan, plan_of, rows_of, shapes_of
+from thinwire.codecs.stages import Floats, Stages
+from thinwire.codecs.wire import with_checksum
+from thinwire.errors import ConfigError
+from thinwire.payload import Payload, describe
+
+PerTensor = float | Sequence[float]  # one number for all tensors, or one for each
+
+
+@dataclass(frozen=True)
+class Encoded(Message):
+    """A message, what receivers will read in it, and how to take that off the slots that were encoded."""
+
+    _chain: Stages
+    _plan: Plan
+    _round: int
+
+    def take_from(self, slots: Sequence[Tensor], *, scale: PerTensor = 1.0) -> None:
+        """Subtract from slots what receivers read: error feedback, of selection and rounding alike.
+
+        Args:
+            slots: those that were encoded.
+            scale: take off only this part of it (DeMo's alpha); one number, or one per slot.
+        """
+        scale = per_tensor(scale, len(slots))
+        if self._chain.transform.changes:
+            received = Received(self._chain, self._plan, Messages([self.payload], slots, self._round), own=(0, self))
+            for i, part, sent in received.each(slots):
+                part.sub_(sent, alpha=scale[i])
+            return
+        for group, kept in zip(self._plan.layout.groups, self.kept, strict=True):
+            for batch in group.batches:
+                place = batch.places(_indices(self._chain, group, kept.indices, batch, self._round))
+                values = kept.values[batch.start : batch.stop]
+                for piece, rows, base in rows_of(batch):
+                    part = piece.of_slot(slots[piece.grid.index])
+                    at = torch.from_numpy(place[rows].reshape(-1) - base).to(part.device)
+                    sent = torch.from_numpy(values[rows].reshape(-1)).to(part.device).mul(-scale[piece.grid.index])
+                    if part.is_contiguous():
+                        part.view(-1).index_add_(0, at, sent)  # no place twice, so there is no order to it
+                    else:
+                        part[at // part.shape[1], at % part.shape[1]] += sent
+        at = 0
+        for i in self._plan.layout.dense:
+            n = slots[i].numel()
+            slots[i].sub_(self.dense[at : at + n].view(slots[i].shape).to(slots[i].device), alpha=scale[i])
+            at += n
+
+
+class _Workspace:
+    """Memory for one batch of a group, allocated once a message."""
+
+    def __init__(self, group: Group, device: torch.device):
+        n = max(b.starts[-1] for b in group.batches)
+        self.copy, self.first, self.second = (torch.empty(n, device=device) for _ in range(3))
+
+
+_Coefficients = Callable[[Batch, _Workspace], list[Tensor]]  # the pieces of a batch in the domain of the transform
+
+# --- Into the domain of the transform ------------------------------------------------------------------------------------
+
+
+def slot_shapes(chain: Stages, like: Sequence[Tensor]) -> list[Shape]:
+    """Shape of each tensor in the domain of the transform; its own where that is another domain in each round."""
+    if chain.transform.changes:
+        return [tuple(t.shape) for t in like]
+    return plan_of(chain, shapes_of(like)).layout.slot_shapes()
+
+
+def accumulate(
+    chain: Stages, slots: Sequence[Tensor], tensors: Sequence[Tensor], *, decay: PerTensor, scale: PerTensor
+) -> None:
+    """Slots <- decay * slots + scale * transform(tensors), in one pass without a copy of the model."""
+    decay, scale = per_tensor(decay, len(tensors)), per_tensor(scale, len(tensors))
+    _check_slots(slots, slot_shapes(chain, tensors))
+    if chain.transform.changes:
+        for slot, tensor, d, s in zip(slots, tensors, decay, scale, strict=True):
+            _blend(slot, tensor.detach().to(slot.dtype), d, s)
+        return
+    layout = plan_of(chain, shapes_of(tensors)).layout
+    for group in layout.groups:
+        work = _Workspace(group, tensors[group.grids[0].index].device)
+        for piece in (piece for batch in group.batches for piece in batch.pieces):
+            i = piece.grid.index
+            _forward(chain, piece, matrix_of(tensors[i], piece.grid), piece.of_slot(slots[i]), decay[i], scale[i], 0, work)
+    for i in layout.dense:
+        _blend(slots[i], tensors[i].detach().to(slots[i].dtype), decay[i], scale[i])
+
+
+def _forward(
+    chain: Stages, piece: Piece, matrix: Tensor, out: Tensor, decay: float, scale: float, round: int, work: _Workspace
+) -> None:
+    """Out <- decay * out + scale * P_h X P_w^T for the blocks X of a piece."""
+    h, w, device = piece.grid.h, piece.grid.w, matrix.device
+    P_h, P_w = chain.transform.matrix(h, round, device), chain.transform.matrix(w, round, device)
+    x = padded(piece, matrix, work.copy)
+    if P_h is not None:
+        strips = (piece.y, h, piece.x * w)
+        x = torch.bmm(P_h.expand(piece.y, h, h), x.view(strips), out=work.first[: x.numel()].view(strips))
+    if P_w is None:
+        _blend(out, x.view(out.shape), decay, scale)
+    elif out.is_contiguous():
+        out.view(-1, w).addmm_(x.view(-1, w), P_w.T, beta=decay, alpha=scale)
+    else:
+        _blend(out, torch.mm(x.view(-1, w), P_w.T).view(out.shape), decay, scale)
+
+
+def _blend(out: Tensor, x: Tensor, decay: float, scale: float) -> None:
+    """Out <- decay * out + scale * x; what `out` held does not matter where decay is 0."""
+    if decay:
+        out.mul_(decay).add_(x, alpha=scale)
+    else:
+        torch.mul(x, scale, out=out)
+
+
+# --- The message ---------------------------------------------------------------------------------------------------------
+
+
+def encode_tensors(chain: Stages, tensors: Sequence[Tensor], *, round: int = 0) -> Encoded:
+    """The message of tensors as they are."""
+
+    def coefficients(batch: Batch, work: _Workspace) -> list[Tensor]:
+        out = []
+        for piece, start in zip(batch.pieces, batch.starts, strict=False):
+            part = work.second[start : start + math.prod(piece.shape)].view(piece.shape)
+            _forward(chain, piece, matrix_of(tensors[piece.grid.index], piece.grid), part, 0.0, 1.0, round, work)
+            out.append(part)
+        return out
+
+    return _encode(chain, tensors, plan_of(chain, shapes_of(tensors)), coefficients, round)
+
+
+def encode_slots(
+    chain: Stages,
+    slots: Sequence[Tensor],
+    like: Sequence[Tensor],
+    *,
+    round: int = 0,
+    decay: PerTensor = 1.0,
+    scale: PerTensor | None = None,
+) -> Encoded:
+    """The message of tensors that live in the domain of the transform, after an accumulation where `scale` is given."""
+    if chain.transform.changes:  # the slots are tensors like any others
+        _check_slots(slots, slot_shapes(chain, like))
+        if scale is not None:
+            accumulate(chain, slots, like, decay=decay, scale=scale)
+        return encode_tensors(chain, slots, round=round)
+    plan = plan_of(chain, shapes_of(like))
+    _check_slots(slots, plan.layout.slot_shapes())
+    decay, scale = per_tensor(decay, len(like)), None if scale is None else per_tensor(scale, len(like))
+
+    def coefficients(batch: Batch, work: _Workspace) -> list[Tensor]:
+        parts = [piece.of_slot(slots[piece.grid.index]) for piece in batch.pieces]
+        if scale is not None:
+            for piece, part in zip(batch.pieces, parts, strict=True):
+                i = piece.grid.index
+                _forward(chain, piece, matrix_of(like[i], piece.grid), part, decay[i], scale[i], 0, work)
+        return parts
+
+    if scale is not None:
+        for i in plan.layout.dense:
+            _blend(slots[i], like[i].detach().to(slots[i].dtype), decay[i], scale[i])
+    return _encode(chain, slots, plan, coefficients, round)
+
+
+def _encode(chain: Stages, tensors: Sequence[Tensor], plan: Plan, coefficients: _Coefficients, round: int) -> Encoded:
+    chosen: list[tuple[NDArray[np.int32] | None, Floats]] = []  # of each group so far: which entries, and their values
+    read: dict[int, list[Floats]] = {n: [] for n in range(-1, len(plan.layout.groups))}
+    dense = [tensors[i].detach().reshape(-1).float().cpu() for i in plan.layout.dense]
+    whole = torch.cat(dense).numpy() if dense else np.empty(0, np.float32)
+    written: list[Bytes] = []
+    for part in plan.parts:
+        pieces: list[Bytes] = []
+        for section in part.sections:
+            values = whole
+            if section.group is not None:
+                if section.number == len(chosen):  # a group's sections follow one another
+                    device = tensors[section.group.grids[0].index].device
+                    work = _Workspace(section.group, device)
+                    chosen.append(_keep(chain, section.group, section.k, coefficients, work, round))
+                indices, values = chosen[section.number]
+                if section.code is not None and indices is not None:
+                    pieces.append(section.code.encode(indices[section.first : section.last]))
+            values = values.reshape(-1)[section.offset : section.offset + section.count]
+            raw, back = chain.values.write(values, section.row)
+            pieces.append(raw)
+            read[section.number].append(back)
+        if part.header:
+            written.append(np.frombuffer(with_checksum(part.header, pieces), np.uint8))
+        written += pieces
+    kept = [Kept(indices, _joined(read[number]).reshape(values.shape)) for number, (indices, values) in enumerate(chosen)]
+    sent = _joined(read[-1])
+    finite = all(bool(np.isfinite([r.min(), r.max()]).all()) for r in [sent, *(k.values for k in kept)] if r.size)
+    body = torch.from_numpy(_joined(written, np.uint8)).to(tensors[0].device if tensors else "cpu")
+    if chain.linear:
+        assert chain.values.wire_dtype is not None
+        body = body.view(chain.values.wire_dtype) if body.numel() else body.to(chain.values.wire_dtype)
+    return Encoded(Payload(body), finite, kept, torch.from_numpy(sent), chain, plan, round)
+
+
+def _joined(arrays: list[NDArray], dtype: type = np.float32) -> NDArray:
+    return arrays[0] if len(arrays) == 1 and dtype is np.float32 else np.concatenate([np.empty(0, dtype), *arrays])
+
+
+def _keep(
+    chain: Stages, group: Group, k: int, coefficients: _Coefficients, work: _Workspace, round: int
+) -> tuple[NDArray[np.int32] | None, Floats]:
+    """Which entries of each block of a group, and their values."""
+    indices = np.empty((group.blocks, k), np.int32) if chain.selection.indexed else None
+    values = np.empty((group.blocks, k), np.float32)
+    for batch in group.batches:
+        parts = coefficients(batch, work)
+        if indices is not None:
+            for part, (_, rows, _) in zip(parts, rows_of(batch), strict=True):
+                at = slice(batch.start + rows.start, batch.start + rows.stop)
+                indices[at], values[at] = chain.selection.choose(part, (group.h, group.w))
+            continue
+        place = batch.places(_indices(chain, group, indices, batch, round))
+        for part, (_, rows, base) in zip(parts, rows_of(batch), strict=True):
+            at = torch.from_numpy(place[rows] - base).to(part.device)
+            values[batch.start :][rows] = torch.take(part, at).cpu().numpy()
+    return indices, values
+
+
+def _indices(chain: Stages, group: Group, indices: NDArray[np.integer] | None, batch: Batch, round: int) -> NDArray[np.integer]:
+    """Which entries of a batch: as found, or as the round and the seed say."""
+    if indices is not None:
+        return indices[batch.start : batch.stop]
+    return chain.selection.positions(group.L, round, batch.start, batch.stop)
+
+
+def per_tensor(value: PerTensor, count: int) -> Sequence[float]:
+    """One number per tensor."""
+    if isinstance(value, int | float):
+        return [value] * count
+    if len(value) != count:
+        raise ConfigError(f"{len(value)} numbers for {count} tensors")
+    return value
+
+
+def _check_slots(slots: Sequence[Tensor], shapes: Sequence[Shape]) -> None:
+    if len(slots) != len(shapes):
+        raise ConfigError(f"{len(slots)} slots for {len(shapes)} tensors")
+    for i, (slot, shape) in enumerate(zip(slots, shapes, strict=True)):
+        if tuple(slot.shape) != tuple(shape) or slot.dtype != torch.float32:
+            raise ConfigError(f"slot {i} must be float32{list(shape)} (see slot_shapes), got {describe(slot)}")

@@ -44,6 +44,11 @@ MODULES = (
     "thinwire.codecs.wire",
     "thinwire.errors",
     "thinwire.core.exchange",
+    "thinwire.core.average",
+    "thinwire.core.buffers",
+    "thinwire.core.policy",
+    "thinwire.core.replicas",
+    "thinwire.core.rounds",
     "thinwire.sharding.mesh",
     "thinwire.maths.orthogonalize",
     "thinwire.maths.outer",
@@ -55,7 +60,6 @@ MODULES = (
     "thinwire.core.states",
     "thinwire.core.fragments",
     "thinwire.tasks.task",
-    "thinwire.core.two_halves",
     "thinwire.core.wrapper",
 )
 REFERENCE = "api/"

@@ -372,6 +372,19 @@ def _resync(link: Link) -> tuple[str, str]:
     return outcome(lambda: opt.drift())
 
 
+def _resend(link: Link) -> tuple[str, str]:
+    """One that asks for a round that there never was."""
+    used = Hostile(link, "resend", all_bits) if link.rank == 1 else link
+    model = model_of()
+    opt = thinwire.DeMo(model.parameters(), used, delay=True)
+
+    def run() -> None:
+        train(model, opt, link.rank, 3)
+        opt.finish()
+
+    return outcome(run)
+
+
 ATTACKS: dict[str, list[tuple[Callable[..., tuple[str, str]], tuple[Any, ...], type[Exception] | str]]] = {
     "round": [(_round, (), NonFiniteRound), (_gathered_round, (), WireError)],
     "alarm": [(_alarm, (), Diverged)],
@@ -386,6 +399,7 @@ ATTACKS: dict[str, list[tuple[Callable[..., tuple[str, str]], tuple[Any, ...], t
     "broadcast": [(_broadcast, (), "0.0")],
     "checkpoint": [(_checkpoint, (), CheckpointError)],
     "finite": [(_finite, (), TrainingDiverged)],
+    "resend": [(_resend, (), WireError)],
     "vote": [(_vote, (), WireError)],
     "resync": [(_resync, (), "0.0")],
     "refusals": [(_refusals, (), NonFiniteRound)],

@@ -16,9 +16,10 @@ from tests.processes import Pool
 from thinwire.codecs import WIRE_DTYPES, Dense
 from thinwire.codecs.wire import HEADER_NBYTES, PART_NBYTES
 from thinwire.core.average import average
-from thinwire.core.exchange import Outgoing, post
+from thinwire.core.exchange import post
 from thinwire.core.gates import handshake
 from thinwire.core.hashing import hash_tensors
+from thinwire.core.outgoing import Outgoing
 from thinwire.core.replicas import compare_replicas
 from thinwire.errors import Diverged, FingerprintMismatch, NonFiniteRound
 from thinwire.links import Link, LinkDecorator, Metered, SoloLink, Ticket

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +42,8 @@ from thinwire import (
     TopK,
     World,
 )
-from thinwire.core.exchange import Arrived, Outgoing, post
+from thinwire.core.exchange import post
+from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.errors import ConfigError, DamagedRound, NonFiniteRound, WireError
 from thinwire.links.base import LinkDecorator, Ticket
 from thinwire.network import Op
@@ -392,6 +394,66 @@ def test_a_message_that_one_receiver_cannot_read_is_applied_by_nobody_and_replic
         for key, tensors in state.items():
             assert_same(tensors, results[0][3][key], key)
         assert_close(params, results[0][2])
+
+
+def _overtaken(link: Link, name: str, rounds: set[int], tau: int) -> tuple[list[Tensor], dict[str, list[Tensor]], int, bool]:
+    model = model_of()
+    used = Damaged(link, rounds) if link.rank == 2 else link
+    if name == "streaming-diloco":
+        opt = StreamingDiLoCo(
+            adamw(model.parameters()), used, H=H, fragments=2, tau=tau, codec=Dense(gather=True), alarm_every=1
+        )
+    else:
+        opt = _overlapping(name, used, model.parameters(), tau)
+    behind = False
+    for step in range(1, 6 * H + 1):
+        train(model, opt, link.rank, 1, first=step)
+        behind = behind or opt.engine.resend.missing
+    opt.finish()
+    return snapshot(model), shared(opt), opt.aborted_rounds, behind
+
+
+@pytest.mark.parametrize("rounds", [{2}, {2, 3}, {3, 6}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "tau"), [("demo", 1), ("decoupled-diloco", 2), ("streaming-diloco", 1), ("streaming-diloco", 3)]
+)
+def test_with_tau_a_round_that_one_worker_cannot_read_is_sent_again(name: str, tau: int, rounds: set[int]) -> None:
+    results = World(3).run(lambda link: _overtaken(link, name, rounds, tau))
+    assert [behind for *_, behind in results] == [False, False, True]
+    for params, state, aborted, _ in results:
+        assert aborted == 0
+        assert_same(params, results[0][0])
+        for key, tensors in state.items():
+            assert_same(tensors, results[0][1][key], key)
+
+
+def test_with_tau_real_processes_send_a_round_again_too(pool: Pool) -> None:
+    simulated, real = (run(_overtaken, 3, "demo", {2}, 1) for run in (_simulated, pool.run))
+    for (params, *_), (expected, *_) in zip(real, simulated, strict=True):
+        assert_same(params, expected)
+
+
+def _simulated(function: Any, size: int, *arguments: Any) -> list[Any]:
+    return World(size).run(lambda link: function(link, *arguments))
+
+
+def test_the_last_round_and_a_checkpoint_leave_nobody_behind(tmp_path: Path) -> None:
+    def worker(link: Link) -> tuple[list[Tensor], list[Tensor]]:
+        model = model_of()
+        used = Damaged(link, {2, H}) if link.rank == 2 else link
+        opt = DeMo(model.parameters(), used, codec=DCT(4) >> TopK(5) >> Sign(), delay=True)
+        train(model, opt, link.rank, 3)
+        assert opt.engine.resend.missing == (link.rank == 2)
+        thinwire.checkpoint.save(tmp_path, model, opt, link)
+        saved = snapshot(model)
+        train(model, opt, link.rank, H - 3, first=4)
+        opt.finish()
+        return saved, snapshot(model)
+
+    results = World(3).run(worker)
+    for saved, params in results:
+        assert_same(saved, results[0][0])
+        assert_same(params, results[0][1])
 
 
 def test_damage_in_round_after_round_ends_in_the_same_error_on_all_workers(pool: Pool) -> None:

@@ -31,7 +31,8 @@ from thinwire.codecs import (
     TwoBit,
 )
 from thinwire.core.average import average, message_nbytes, share
-from thinwire.core.exchange import Outgoing, post
+from thinwire.core.exchange import post
+from thinwire.core.outgoing import Outgoing
 from thinwire.errors import ConfigError, NonFiniteRound, WireError
 from thinwire.links import Link, Metered, SoloLink, TorchLink
 from thinwire.sharding.mesh import make_mesh, shard_model

@@ -45,8 +45,8 @@ _HOME = {
     "average": "thinwire.core.average",
     "broadcast": "thinwire.core.replicas",
     "running_statistics": "thinwire.core.buffers",
-    "Arrived": "thinwire.core.exchange",
-    "Outgoing": "thinwire.core.exchange",
+    "Arrived": "thinwire.core.outgoing",
+    "Outgoing": "thinwire.core.outgoing",
     "post": "thinwire.core.exchange",
     "share": "thinwire.core.average",
     "swap": "thinwire.core.average",
@@ -98,8 +98,9 @@ if TYPE_CHECKING:
     )
     from thinwire.core.average import average, share, swap
     from thinwire.core.buffers import running_statistics
-    from thinwire.core.exchange import Arrived, Outgoing, post
+    from thinwire.core.exchange import post
     from thinwire.core.optimizer import Algorithm
+    from thinwire.core.outgoing import Arrived, Outgoing
     from thinwire.core.policy import Policy
     from thinwire.core.replicas import broadcast
     from thinwire.core.wrapper import Wrapper

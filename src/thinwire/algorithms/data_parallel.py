@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.codecs import Codec, Dense
-from thinwire.core.exchange import Arrived, Outgoing
 from thinwire.core.optimizer import PolicyOptions
+from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError, check_not_negative
 from thinwire.links.base import Link

@@ -30,8 +30,8 @@ from torch.optim import Optimizer
 
 from thinwire.codecs import DCT, Codec, Identity, Mean, Sign, TopK, TwoBit
 from thinwire.codecs.base import check_codec
-from thinwire.core.exchange import Arrived, Outgoing
 from thinwire.core.optimizer import PolicyOptions, Start
+from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.shared_model import overwrite
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError, check_choice

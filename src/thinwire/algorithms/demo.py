@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.codecs import DCT, Chain, Codec, Mean, Sign, TopK
-from thinwire.core.exchange import Arrived, Outgoing
 from thinwire.core.optimizer import Algorithm, PolicyOptions, Start
+from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.errors import ConfigError, check_choice, check_not_negative
 from thinwire.links.base import Link
 from thinwire.maths.update_rules import UpdateRule, apply_shared, check_group, whitened

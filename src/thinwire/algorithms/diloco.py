@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.codecs import Codec
-from thinwire.core.exchange import Arrived, Outgoing
 from thinwire.core.optimizer import PolicyOptions, Start
+from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.wrapper import Wrapper
 from thinwire.links.base import Link
 from thinwire.maths.outer import Merge, MergeRule, Nesterov

@@ -19,8 +19,8 @@ from typing import Any, Unpack
 from torch.optim import Optimizer
 
 from thinwire.codecs import Codec
-from thinwire.core.exchange import Arrived, Outgoing
 from thinwire.core.optimizer import PolicyOptions
+from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.shared_model import overwrite
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, Dense
-from thinwire.core.exchange import Arrived
 from thinwire.core.optimizer import PolicyOptions, Start
+from thinwire.core.outgoing import Arrived
 from thinwire.core.shared_model import overwrite
 from thinwire.core.slots import log
 from thinwire.core.states import State, StateAveraging, state_codecs, state_periods

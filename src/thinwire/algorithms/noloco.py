@@ -31,8 +31,8 @@ from torch.optim import Optimizer
 from thinwire.codecs import Codec, Dense
 from thinwire.codecs.base import check_codec
 from thinwire.codecs.shared_seed import numbers
-from thinwire.core.exchange import Arrived, Outgoing
 from thinwire.core.optimizer import PolicyOptions, Start
+from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError, check_not_negative
 from thinwire.links.base import Link, pair_of

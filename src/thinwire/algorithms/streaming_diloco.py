@@ -26,9 +26,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from thinwire.codecs import Codec
-from thinwire.core.exchange import Arrived, Outgoing
 from thinwire.core.fragments import FragmentLayout, Fragments
 from thinwire.core.optimizer import PolicyOptions, Start
+from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.shared_model import overwrite
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError

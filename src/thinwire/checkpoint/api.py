@@ -96,6 +96,7 @@ def save(
     """
     folder = Path(folder)
     reshard(model)
+    optimizer.engine.settle_missing()  # no worker may be behind the others in what is saved
     processes = Processes(link, state_layout(optimizer).trained)
     name = f"step-{optimizer.steps:08d}"
     aside = folder / f".writing-{name}"

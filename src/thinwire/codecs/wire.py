@@ -33,7 +33,7 @@ HEADER_NBYTES = _HEADER.size
 _PART = struct.Struct("<QQQHHI")  # first block, blocks, length, value format, index codes, checksum
 PART_NBYTES = _PART.size
 MOST_PARTS = (1 << 16) - 1
-_INVALID = 1
+_INVALID, _MISSING = 1, 2
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Envelope:
         sender: id of the worker it comes from, 0 to 2**64 - 1.
         weight: how much its contribution counts.
         invalid: the sender's contribution is not finite: its body means nothing and the round is refused in its name.
+        missing: the sender could not read the messages of an earlier round, and asks for them again.
         state_hash: a hash of the sender's replicated state, 0 to 2**64 - 1; 0 where none is given. (`hash_tensors` is signed:
             give it modulo 2**64.)
     """
@@ -52,6 +53,7 @@ class Envelope:
     weight: float = 1.0
     invalid: bool = False
     state_hash: int = 0
+    missing: bool = False
 
 
 def fingerprint(codec: Codec, like: Sequence[Tensor]) -> int:
@@ -166,7 +168,7 @@ def seal(body: Payload, envelope: Envelope, *, fingerprint: int, round: int) -> 
     told = (
         MAGIC,
         VERSION,
-        _INVALID * envelope.invalid,
+        _INVALID * envelope.invalid | _MISSING * envelope.missing,
         len(_walk(raw, None)),
         fingerprint,
         round,
@@ -222,7 +224,7 @@ def _unseal(message: Payload, fingerprint: int, round: int, sender: int, nbytes:
         raise WireError(f"a body of {length} bytes is announced, where these shapes and this codec make {nbytes}")
     if raw.numel() != HEADER_NBYTES + length:
         raise WireError(f"wrong length: {raw.numel()} bytes came, where the header announces {HEADER_NBYTES + length}")
-    if flags & ~_INVALID:
+    if flags & ~(_INVALID | _MISSING):
         raise WireError(f"unknown flags: {flags:#04x}")
     if told != fingerprint:
         raise WireError(f"fingerprint {told:#018x} instead of {fingerprint:#018x}: another codec, or tensors of other shapes")
@@ -235,4 +237,12 @@ def _unseal(message: Payload, fingerprint: int, round: int, sender: int, nbytes:
     body = raw[HEADER_NBYTES:]
     for nth, (header, rest) in enumerate(_walk(body, parts)):
         check_part(nth, parts, header, rest)
-    return message.like(body), Envelope(name, weight, bool(flags & _INVALID), state)
+    return message.like(body), Envelope(name, weight, bool(flags & _INVALID), state, bool(flags & _MISSING))
+
+
+def asks_again(message: Payload) -> bool:
+    """Whether the sender asks for an earlier round, as far as the header can be read; the rest may be damaged."""
+    head = message.data[:HEADER_NBYTES].cpu().numpy().tobytes()
+    if len(head) < HEADER_NBYTES or zlib.crc32(head[:-4] + bytes(4)) != int.from_bytes(head[-4:], "little"):
+        return False
+    return bool(_HEADER.unpack(head)[2] & _MISSING)

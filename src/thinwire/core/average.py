@@ -10,7 +10,8 @@ from torch import Tensor
 from thinwire.codecs.aggregate import Mean
 from thinwire.codecs.base import Codec
 from thinwire.codecs.chain import Chain, PerTensor
-from thinwire.core.exchange import AnyShard, Arrived, Outgoing, post
+from thinwire.core.exchange import AnyShard, post
+from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.links.base import Link, pair_of
 
 

@@ -17,20 +17,19 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs.aggregate import Mean
-from thinwire.codecs.base import Codec, Messages
-from thinwire.codecs.chain import Chain, Encoded, PerTensor
-from thinwire.codecs.decoder import Received
+from thinwire.codecs.base import Messages
+from thinwire.codecs.chain import Chain, Encoded
 from thinwire.codecs.dense import Dense
-from thinwire.codecs.wire import HEADER_NBYTES, PART_NBYTES, Envelope, fingerprint, seal, unseal
-from thinwire.errors import ConfigError, NonFiniteRound, WireError, check_whole_number
+from thinwire.codecs.wire import PART_NBYTES, Envelope, asks_again, fingerprint, seal, unseal
+from thinwire.core.outgoing import Arrived, Outgoing
+from thinwire.errors import NonFiniteRound, WireError, check_whole_number
 from thinwire.links.base import Link, Peers
 from thinwire.network import Op
 from thinwire.payload import Payload, all_finite, zero_invalid_
@@ -44,131 +43,6 @@ def alone(flag: bool) -> bool:
     return flag
 
 
-@dataclass(frozen=True)
-class Outgoing:
-    """What a worker sends in a round; nothing is encoded yet.
-
-    Attributes:
-        tensors: this worker's contribution, any shapes, on one device; of slots, what is added to them where `scale` is given.
-        codec: what is sent of them.
-        mean: how the contributions are combined. Only the plain mean can be left to the wire, so a linear codec takes no other.
-        weight: how much this worker's contribution counts; equal by default. Given by all workers or by none.
-        want_sent: also keep what the others decode of this worker's own message, for error feedback.
-        invalid: whether this worker knows that its contribution is invalid (True) or valid (False); by default it is looked at.
-        slots: what is sent instead: state in the domain of the codec's transform, of the shapes `Chain.slot_shapes` tells.
-        decay: with `scale`, slots <- decay * slots + scale * transform(tensors) comes first; one number, or one per tensor.
-            What is added so stays in the slots whatever becomes of the round; an invalid tensor is not added.
-        scale: see `decay`; by default the slots are sent as they are.
-        source: what `tensors` were made of, where a message that is sent again is made of that anew.
-        pair: the ranks of this worker and the one that it exchanges with, in order, or its own alone; None for all workers.
-    """
-
-    tensors: list[Tensor]
-    codec: Codec
-    mean: Mean = field(default_factory=Mean)
-    weight: float | None = None
-    want_sent: bool = False
-    invalid: bool | None = None
-    slots: list[Tensor] | None = None
-    decay: PerTensor = 1.0
-    scale: PerTensor | None = None
-    source: list[Tensor] | None = None
-    pair: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what the wire cannot do."""
-        codec, weight = self.codec, self.weight
-        wire = f"{codec!r} is averaged on the wire, which"
-        if codec.linear and self.pair is not None:
-            raise ConfigError(f"{wire} two workers cannot do: take Dense(gather=True) or the like")
-        if codec.linear and not self.mean.plain:
-            raise ConfigError(f"{wire} can do the plain mean over workers only, not {self.mean!r}")
-        if weight is not None and not 0 <= weight <= torch.finfo(torch.float32).max:
-            raise ConfigError(f"weight must be finite in float32 and not negative, got {weight!r}")
-        if weight is not None and codec.linear and _number_nbytes(codec) < 4:
-            raise ConfigError(
-                f"{codec!r} adds up weights on the wire, where they would be rounded: use fp32, or a gathered codec"
-            )
-        if weight is not None and self.mean.trimmed:
-            raise ConfigError(f"a trimmed mean takes no weights, got weight={weight!r} with {self.mean!r}")
-        if self.scale is None and self.decay != 1.0:
-            raise ConfigError(f"decay={self.decay!r} without scale does nothing: give both, or accumulate first")
-
-    def nbytes(self, workers: int) -> int:
-        """Length in bytes of one worker's message among so many workers, with what tells an invalid contribution."""
-        if not self.codec.linear:
-            return HEADER_NBYTES + self.codec.nbytes(self.tensors)
-        return self.codec.nbytes(self.tensors) + _number_nbytes(self.codec) * (workers + (self.weight is not None))
-
-
-def _number_nbytes(codec: Codec) -> int:
-    """Bytes of one number in the messages of a linear codec."""
-    return codec.nbytes([torch.empty(1, device="meta")])
-
-
-@dataclass(frozen=True)
-class Arrived:
-    """What a round brought; nothing of it has been applied.
-
-    Attributes:
-        ids: of the workers whose messages were counted, in order.
-        included: whether this worker's own was among them.
-        outgoing: what this worker gave.
-        sent: what the others read in this worker's message, where that was asked for.
-        which: numbers of the parameters that the round is about; all of them unless it is a fragment's.
-        last: whether this is the round of `finish()`, after which all workers shall be equal.
-    """
-
-    ids: tuple[int, ...]
-    included: bool
-    outgoing: Outgoing
-    sent: list[Tensor] = field(default_factory=list)
-    which: tuple[int, ...] = ()
-    last: bool = False
-    _mean: list[Tensor] | None = None
-    _each: list[list[Tensor]] = field(default_factory=list)
-    _received: Received | None = None
-    _encoded: Encoded | None = None
-
-    @functools.cached_property
-    def mean(self) -> list[Tensor]:
-        """The mean of what the messages decode to, bit-identical on every worker."""
-        if self._mean is not None:
-            return self._mean
-        assert self._received is not None, "the messages of a pair have no mean: see `mine` and `theirs`"
-        return self._received.tensors()
-
-    @property
-    def mine(self) -> list[Tensor]:
-        """In a pair: what this worker's own message decodes to. It may be a view into the message: do not write to it."""
-        assert self.outgoing.pair is not None
-        return self._each[0]
-
-    @property
-    def theirs(self) -> list[Tensor]:
-        """In a pair: what the partner's message decodes to; this worker's own without a partner. Do not write to it."""
-        return self._each[-1]
-
-    def take_from(self, slots: Sequence[Tensor], *, scale: PerTensor = 1.0) -> None:
-        """Subtract from slots exactly what the others read in this worker's message, or a part of it.
-
-        A message that was not counted stays in the slots.
-        """
-        assert self._encoded is not None
-        if self.included:
-            self._encoded.take_from(slots, scale=scale)
-
-    def each(self, tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> Iterator[Any]:
-        """Go through tensors and the mean side by side, without a copy of the model: see `Received.each`."""
-        assert self._received is not None
-        return self._received.each(tensors, *others)
-
-    def squares(self) -> list[float]:
-        """The sum of squares of each tensor's mean: see `Received.squares`."""
-        assert self._received is not None
-        return self._received.squares()
-
-
 class Exchange(ABC):
     """A message under way.
 
@@ -180,6 +54,7 @@ class Exchange(ABC):
         any_shard: where the worker's model is sharded over processes: whether any of them raised its flag.
         purpose: what stands in meters and error messages.
         largest: a value larger than this makes a contribution invalid.
+        missing: ask the others for an earlier round that this worker could not read; of gathered messages.
     """
 
     def __init__(
@@ -192,18 +67,19 @@ class Exchange(ABC):
         any_shard: AnyShard = alone,
         purpose: str = "round",
         largest: float = math.inf,
+        missing: bool = False,
     ):
         """Encode the message and post it."""
         check_whole_number("round", round, least=0)
         self.peers, self.round, self.any_shard, self.purpose = peers, round, any_shard, purpose
-        self.outgoing, self.codec, self.weight = outgoing, outgoing.codec, outgoing.weight
+        self.outgoing, self.codec, self.weight, self.missing = outgoing, outgoing.codec, outgoing.weight, missing
         # Shapes only: the tensors may change meanwhile.
         self.like = [torch.empty_like(t, device="meta") for t in outgoing.tensors]
         self.encoded: Encoded | None = None
         self.sent: list[Tensor] = []
         body, invalid = self._encode_slots(largest) if outgoing.slots is not None else self._encode(largest)
         payload, op = self._message(replace(body, purpose=purpose), any_shard(invalid))
-        self.ticket = link.post(payload, op)
+        self.posted, self.ticket = payload, link.post(payload, op)
 
     @abstractmethod
     def _message(self, body: Payload, invalid: bool) -> tuple[Payload, Op]:
@@ -263,7 +139,11 @@ class Exchange(ABC):
         return body, invalid or not encoded.finite
 
     def wait(self) -> Arrived:
-        """What all workers sent, checked from end to end.
+        """What all workers sent, checked from end to end: see `read`."""
+        return self.read(self.ticket.wait())
+
+    def read(self, payloads: list[Payload]) -> Arrived:
+        """What the messages of all workers say, checked from end to end.
 
         All shards of a worker accept or refuse it together, or half a model would take the step.
 
@@ -273,7 +153,7 @@ class Exchange(ABC):
         """
         error, culprits, result = None, [], []
         try:
-            bodies, weights, culprits = self._open(self.ticket.wait())
+            bodies, weights, culprits = self._open(payloads)
             if not culprits:
                 arrived, finite = self._decode(bodies, weights)
                 result, culprits = [arrived], [] if finite else [-1]
@@ -343,7 +223,8 @@ class Gathered(Exchange):
         return fingerprint(self.codec, self.like)
 
     def _message(self, body: Payload, invalid: bool) -> tuple[Payload, Op]:
-        envelope = Envelope(self.peers.id, 1.0 if self.weight is None else self.weight, invalid=invalid)
+        weight = 1.0 if self.weight is None else self.weight
+        envelope = Envelope(self.peers.id, weight, invalid=invalid, missing=self.missing)
         if self.outgoing.pair is not None:
             body = replace(body, partner=next((r for r in self.outgoing.pair if r != self.peers.rank), None))
         sealed = seal(body, envelope, fingerprint=self._fingerprint, round=self.round)
@@ -381,6 +262,11 @@ class Gathered(Exchange):
             self._decode_each(bodies)
         return self._arrived(ids, _mean=combined), finite
 
+    @property
+    def asked(self) -> bool:
+        """Whether a worker asks for an earlier round again, once the messages are there."""
+        return any(asks_again(p) for p in self.ticket.wait())
+
     def _decode_each(self, bodies: list[Payload]) -> list[list[Tensor]]:
         """The tensors of each message; one with a value that is not finite is refused in its sender's name."""
         decoded = [self.codec.decode(body, self.like, round=self.round) for body in bodies]
@@ -399,8 +285,11 @@ def post(
     any_shard: AnyShard = alone,
     purpose: str = "round",
     largest: float = math.inf,
+    missing: bool = False,
 ) -> Exchange:
     """Put a message on its way; compute meanwhile and call `wait()` on the result later. See `Exchange`."""
     kind = Reduced if outgoing.codec.linear else Gathered
     peers = peers or link.peers()
-    return kind(link, outgoing, peers=peers, round=round, any_shard=any_shard, purpose=purpose, largest=largest)
+    return kind(
+        link, outgoing, peers=peers, round=round, any_shard=any_shard, purpose=purpose, largest=largest, missing=missing
+    )

@@ -19,7 +19,7 @@ from thinwire.codecs import Codec, Dense
 from thinwire.codecs.base import check_codec
 from thinwire.core import gates
 from thinwire.core.buffers import Buffers
-from thinwire.core.exchange import Arrived, Outgoing
+from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.pace import Pace
 from thinwire.core.policy import Policy, PolicyOptions
 from thinwire.core.replicas import drift

@@ -32,7 +32,7 @@ def compare_replicas(link: Link, hashes: Mapping[str, int], *, round: int, any_s
 
     Args:
         link: the wire.
-        hashes: `hash_tensors` of each named part of the state.
+        hashes: `hash_tensors` of each named part of the state; all 0 for a worker that cannot say.
         round: for the message.
         any_shard: see `Exchange`.
 
@@ -42,7 +42,8 @@ def compare_replicas(link: Link, hashes: Mapping[str, int], *, round: int, any_s
     mine = torch.tensor(list(hashes.values()), dtype=torch.int64)
     gathered = link.all_gather(Payload(mine.view(torch.uint8), purpose="alarm"))
     rows = torch.stack([p.data.cpu().view(torch.int64) for p in gathered])  # [workers, parts]
-    differs = rows != rows[0]
+    known = rows.any(1)  # zeros: a worker that is behind for a while and has no say
+    differs = (rows != rows[int(known.int().argmax())]) & known[:, None]
     if not any_shard(bool(differs.any())):
         return
     parts = [

@@ -26,11 +26,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from thinwire.core.exchange import Arrived, Exchange, Gathered, post
+from thinwire.core.exchange import Exchange, Gathered, post
 from thinwire.core.hashing import hash_tensors
+from thinwire.core.outgoing import Arrived
 from thinwire.core.policy import Policy
 from thinwire.core.refusals import Refusals
 from thinwire.core.replicas import compare_replicas, resync
+from thinwire.core.resend import Resend
 from thinwire.errors import DamagedRound, Diverged, NonFiniteRound, RoundAborted, WireError
 from thinwire.links.base import Peers
 from thinwire.payload import LARGEST, Payload
@@ -83,6 +85,7 @@ class RoundEngine:
         self.queue: deque[InFlight] = deque()
         self.current = InFlight(0, 0, (), ())  # the round that is being sent or applied
         self.refusals = Refusals(optimizer)
+        self.resend = Resend(self)
         self.aborted = 0
         self.invalid_next = False  # the next message is refused in this worker's name, whatever it says
         optimizer.set_counter("in_flight", 0)
@@ -105,11 +108,18 @@ class RoundEngine:
         """Apply what is in flight, then exchange once what local steps have gathered since the last round."""
         while self.queue:
             self._settle()
+        self.settle_missing()
         if self.opt.pending_steps > 0 and "param" not in self.opt.replicated:
             due = tuple(range(self.opt.schedule.fragments))
             self._post(due, self.opt.which(due), last=True)
             self._settle()
+            self.settle_missing()
         self.opt.average_buffers()
+
+    def settle_missing(self) -> None:
+        """At the end of training and before a checkpoint: rounds that a worker could not read are sent again. Collective."""
+        if self.resend.active:
+            self.resend.settle()
 
     def _post(self, due: tuple[int, ...], which: tuple[int, ...], *, last: bool = False) -> None:
         self._send_again()
@@ -128,7 +138,9 @@ class RoundEngine:
         if self.tau and not again:
             opt.remember(out)
         flight.due, flight.peers = opt.due, opt.peers
-        flight.exchange = post(opt.link, out, peers=opt.peers, round=flight.number, any_shard=opt.shards.any, largest=LARGEST)
+        how = {"any_shard": opt.shards.any, "largest": LARGEST, "missing": self.resend.missing}
+        flight.exchange = post(opt.link, out, peers=opt.peers, round=flight.number, **how)
+        self.resend.remember(flight.number, flight.exchange)
 
     def _mark_invalid(self, number: int, *, again: bool) -> bool:
         """Whether a message is refused in this worker's name; of one that was sent before, whether it was then."""
@@ -167,8 +179,8 @@ class RoundEngine:
             try:
                 with self.overflow_named():
                     arrived = self._agree(flight)
-                    self._committed()
-                    opt.apply(replace(arrived, which=flight.which, last=flight.last))
+                    if arrived is not None:
+                        self.apply(flight, arrived)
             except RoundAborted as found:
                 refusal = found
             if opt.in_pairs and self.policy.on_nonfinite == "raise":
@@ -183,16 +195,30 @@ class RoundEngine:
         if opt.pace is not None:  # `finish()` may end a round in the middle of its steps: quotas change between whole ones
             opt.pace.agree(opt.shards, settle=opt.pace.in_step(opt.steps))
 
-    def _agree(self, flight: InFlight) -> Arrived:
-        """Wait for the messages; returns only where all workers will apply them."""
+    def apply(self, flight: InFlight, arrived: Arrived) -> None:
+        """Apply what all workers apply."""
+        opt, self.current = self.opt, flight
+        assert flight.peers is not None
+        opt.due, opt.peers = flight.due, flight.peers
+        if opt.whole_round():
+            opt.set_counter("thinwire_synced", opt.steps)
+        if opt.pace is not None:
+            opt.pace.committed()
+        opt.committed()
+        opt.apply(replace(arrived, which=flight.which, last=flight.last))
+
+    def _agree(self, flight: InFlight) -> Arrived | None:
+        """Wait for the messages; what is returned all workers apply. None where it is kept back until it was sent again."""
         exchange = flight.exchange
         assert exchange is not None
+        if self.resend.watches(exchange):
+            return self.resend.receive(flight)
         arrived, problem = None, None
         try:
             arrived = exchange.wait()
         except (WireError, NonFiniteRound) as found:
             problem = found
-        if isinstance(exchange, Gathered) and not self.tau and not self.opt.in_pairs and exchange.peers.size > 1:
+        if isinstance(exchange, Gathered) and not self.opt.in_pairs and exchange.peers.size > 1:
             self._vote(flight.number, problem if isinstance(problem, WireError) else None)
         if problem is not None:
             raise problem
@@ -215,13 +241,6 @@ class RoundEngine:
             what = f"round {number} refused on all {len(told)} workers: {names} could not read the messages"
             raise DamagedRound(f"{what} ({error})" if error is not None else what) from error
 
-    def _committed(self) -> None:
-        if self.opt.whole_round():
-            self.opt.set_counter("thinwire_synced", self.opt.steps)
-        if self.opt.pace is not None:
-            self.opt.pace.committed()
-        self.opt.committed()
-
     def _after(self, number: int) -> None:
         """What comes after a round that was applied: buffers, and the divergence alarm."""
         opt = self.opt
@@ -231,6 +250,8 @@ class RoundEngine:
             hashes = {name: hash_tensors(tensors) for name, tensors in opt.shared_state().items()}
             if not hashes:  # a method that lets everything drift
                 return
+            if self.resend.missing:  # this worker is behind the others for a while
+                hashes = dict.fromkeys(hashes, 0)
             try:
                 compare_replicas(opt.link, hashes, round=number, any_shard=opt.shards.any)
             except Diverged as alarm:
@@ -313,6 +334,7 @@ class RoundEngine:
     def reset(self) -> None:
         """Among other workers: forget what is in flight, since what it was made of is no more, and who was to be resynced."""
         self.queue.clear()
+        self.resend.reset()
         self.opt.set_counter("in_flight", 0)
         if "resync" in self.opt.param_groups[0]:
             self.opt.set_counter("resync", [])
@@ -321,6 +343,7 @@ class RoundEngine:
         """After a checkpoint was loaded: what was in flight is sent again at the next step."""
         opt = self.opt
         self.queue.clear()
+        self.resend.reset()
         count, first = opt.param_groups[0].get("in_flight", 0), max(0, opt.steps - self.tau) + 1
         sent = [
             (step, due, which)

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, Dense, Parts
 from thinwire.codecs.base import check_codec
-from thinwire.core.exchange import Arrived, Outgoing
 from thinwire.core.optimizer import Algorithm
+from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.errors import ConfigError, NonFiniteRound, RoundAborted
 from thinwire.payload import zero_invalid_
 from thinwire.schedules import Schedule, as_schedule

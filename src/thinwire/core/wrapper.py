@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.codecs import Codec
-from thinwire.core.exchange import Arrived, Outgoing
 from thinwire.core.optimizer import Algorithm, PolicyOptions, Start
+from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.pace import Pace
 from thinwire.core.shared_model import overwrite
 from thinwire.errors import ConfigError, check_choice, check_whole_number

@@ -34,6 +34,7 @@ from thinwire import (
     Dense,
     DiLoCo,
     Link,
+    Mean,
     Metered,
     Peers,
     Sign,
@@ -468,3 +469,51 @@ def test_damage_in_round_after_round_ends_in_the_same_error_on_all_workers(pool:
 
 def test_a_damaged_round_is_an_aborted_one() -> None:
     assert issubclass(DamagedRound, thinwire.errors.RoundAborted) and not issubclass(DamagedRound, NonFiniteRound)
+
+
+# --- Means that one bad worker cannot spoil ----------------------------------------------------------------------------------
+
+
+def test_robust_names_the_protection_of_a_mean() -> None:
+    assert Mean.of() == Mean()
+    assert Mean.of("senders", "median") == Mean("senders", median_norm=True)
+    assert Mean.of("workers", "trimmed=0.25, clip=1.5") == Mean(trimmed=0.25, clip_norm=1.5)
+    for wrong in ("best", "trimmed", "clip=x", "median=2", ","):
+        with pytest.raises(ConfigError, match="robust must be made of 'median', 'trimmed=FRACTION' and 'clip=NORM'"):
+            Mean.of("workers", wrong)
+    with pytest.raises(ConfigError, match="trimmed must be at least 0 and below"):
+        Mean.of("workers", "trimmed=0.5")
+
+
+@pytest.mark.parametrize("robust", ["median", "trimmed=0.34", "clip=0.05"])
+@pytest.mark.parametrize("name", ["demo", "diloco", "decoupled-diloco"])
+def test_one_worker_that_sends_large_numbers_moves_a_robust_mean_little(name: str, robust: str) -> None:
+    def worker(link: Link, robust: str, loud: float) -> list[Tensor]:
+        model = model_of()
+        extra = {"over": "workers", "codec": DCT(4) >> TopK(16), "robust": robust} if name != "diloco" else {"robust": robust}
+        settings: dict[str, Any] = {"phi": "sgd", "lr": 0.1, "whiten": False} if name == "demo" else {}
+        opt = build(name, model.parameters(), link, **extra, **settings)
+        for step in range(1, H + 1):
+            backward(model, link.rank, step)
+            if link.rank == 2:
+                for p in model.parameters():
+                    if p.grad is not None:
+                        p.grad.mul_(loud)
+                if "param" not in opt.replicated and step == H:
+                    with torch.no_grad():
+                        model.first.weight.mul_(loud)
+            opt.step()
+            opt.zero_grad()
+        return snapshot(model)
+
+    def moved(robust: str) -> float:
+        calm, loud = (World(3).run(lambda link, f=factor: worker(link, robust, f))[0] for factor in (1.0, 1e4))
+        return sum(float((a - b).norm()) for a, b in zip(calm, loud, strict=True))
+
+    assert moved(robust) < 0.02 * moved("")
+
+
+def test_a_mean_on_the_wire_cannot_be_robust() -> None:
+    params = list(model_of().parameters())
+    with pytest.raises(ConfigError, match="robust='median' needs messages that are gathered"):
+        DiLoCo(adamw(params), SoloLink(), robust="median", codec=Dense())

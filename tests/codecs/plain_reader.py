@@ -68,7 +68,7 @@ def open_envelope(message: bytes, *, expected: int, round: int, sender: int, nby
     (length,) = struct.unpack("<Q", message[40:48])
     refuse_if(length != nbytes, "announced length")
     refuse_if(len(message) != 56 + length, "length")
-    refuse_if(message[5] > 1, "flags")
+    refuse_if(message[5] > 3, "flags")
     (count,) = struct.unpack("<H", message[6:8])
     told, number, name, state = struct.unpack("<QQQQ", message[8:40])
     (weight,) = struct.unpack("<f", message[48:52])

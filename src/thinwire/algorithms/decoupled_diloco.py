@@ -59,6 +59,7 @@ class DecoupledDiLoCo(Wrapper):
         outer_momentum: mu of "consensus": a momentum of what all have received, which costs no communication.
         nesterov: Nesterov's form of the momentum, or plain heavy-ball.
         over: mean over the "senders" of an entry, as published, or over all "workers".
+        robust: protect the mean from bad contributions: "median", "trimmed=0.25", "clip=1.5"; see `Mean.of`.
         tau: steps between sending and applying a round, below H: it travels while they are computed. What a worker has done in
             them is dropped.
         pace: "equal" steps on all workers; "speed" lets a slower worker take fewer of the H steps of a round, by measured
@@ -83,6 +84,7 @@ class DecoupledDiLoCo(Wrapper):
         outer_momentum: float = 0.0,
         nesterov: bool = True,
         over: Literal["senders", "workers"] = "senders",
+        robust: str = "",
         tau: int = 0,
         pace: Literal["equal", "speed"] = "equal",
         codec: Codec | None = None,
@@ -97,12 +99,12 @@ class DecoupledDiLoCo(Wrapper):
         if tau and mode == "published":
             raise ConfigError(f"the published rule applies each worker's own D_i at once: tau must be 0, got {tau!r}")
         codec = DCT(64) >> TopK(128) >> Sign() if codec is None else check_codec(codec)
-        self.mean = Mean(over=over)
+        self.mean = Mean.of(over, robust)
         self.mode, self.beta, self.outer = mode, beta, Nesterov(outer_lr, outer_momentum, nesterov)
         if mode == "published":  # nothing is ever made equal again
             self.synced = self.replicated = frozenset()
         settings = {"H": H, "mode": mode, "outer_lr": outer_lr, "beta": beta, "outer_momentum": outer_momentum}
-        settings |= {"nesterov": nesterov, "over": self.mean.over, "tau": tau, "pace": pace}
+        settings |= {"nesterov": nesterov, "over": self.mean.over, "robust": robust, "tau": tau, "pace": pace}
         slots: dict[str, Start] = {"anchor": "param", "momentum": "zeros", "velocity": "zeros"}
         super().__init__(inner, link, H=H, tau=tau, codec=codec, slots=slots, settings=settings, pace=pace, **options)
 

@@ -62,6 +62,7 @@ class DeMo(Algorithm):
         weight_decay: decoupled, times lr.
         clip_norm: scale this worker's gradient down to this norm; 0 never.
         over: mean over the "senders" of an entry, as published, or over all "workers".
+        robust: protect the mean from bad contributions: "median", "trimmed=0.25", "clip=1.5"; see `Mean.of`.
         delay: apply a round one step later, so that it travels during the next forward and backward pass.
         codec: what is sent of the momentum.
         options: see `thinwire.Policy`.
@@ -86,6 +87,7 @@ class DeMo(Algorithm):
         weight_decay: float = 0.0,
         clip_norm: float = 0.0,
         over: Literal["senders", "workers"] = "senders",
+        robust: str = "",
         delay: bool = False,
         codec: Codec | None = None,
         **options: Unpack[PolicyOptions],
@@ -94,10 +96,18 @@ class DeMo(Algorithm):
         check_choice("inflow", inflow, ("gradient", "lr", "ema"))
         check_not_negative("clip_norm", clip_norm)
         codec = Chain.of(codec or DCT(64) >> TopK(128) >> Sign())
-        self.mean = Mean(over=over)
+        self.mean = Mean.of(over, robust)
         self.inflow, self.clip_norm, self.whiten = inflow, clip_norm, whiten
         group = {"lr": lr, "beta": beta, "alpha": alpha, "phi": phi, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        settings = {**group, "whiten": whiten, "inflow": inflow, "clip_norm": clip_norm, "over": self.mean.over, "delay": delay}
+        settings = {
+            **group,
+            "whiten": whiten,
+            "inflow": inflow,
+            "clip_norm": clip_norm,
+            "over": self.mean.over,
+            "robust": robust,
+            "delay": delay,
+        }
         slots: dict[str, Start] = {"momentum": "coded", "own_v": "zeros", "own_count": "count", "m": "zeros", "v": "zeros"}
         slots["updates"] = "count"
         self.delay = delay

@@ -19,10 +19,11 @@ from typing import Literal, Unpack
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.codecs import Codec
+from thinwire.codecs import Codec, Dense, Mean
 from thinwire.core.optimizer import PolicyOptions, Start
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.wrapper import Wrapper
+from thinwire.errors import ConfigError
 from thinwire.links.base import Link
 from thinwire.maths.outer import Merge, MergeRule, Nesterov
 from thinwire.schedules import Schedule
@@ -45,6 +46,8 @@ class DiLoCo(Wrapper):
         outer_momentum: mu; 0.9 in the paper, best 0 for H below about 10.
         nesterov: Nesterov's form as in the paper, or plain heavy-ball momentum.
         merge: "mean" of the differences, or "rda", which keeps their length; see `thinwire.maths.outer`.
+        robust: protect the mean from bad contributions: "median", "trimmed=0.25", "clip=1.5"; see `Mean.of`. It needs messages
+            that are gathered, which is then the default.
         tau: steps between sending and applying a round, below H: it travels while they are computed. What a worker has done in
             them is dropped, as in `StreamingDiLoCo` with alpha = 0.
         pace: "equal" steps on all workers; "speed" lets a slower worker take fewer of the H steps of a round, by measured
@@ -67,6 +70,7 @@ class DiLoCo(Wrapper):
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         merge: MergeRule = "mean",
+        robust: str = "",
         tau: int = 0,
         pace: Literal["equal", "speed"] = "equal",
         codec: Codec | None = None,
@@ -74,8 +78,11 @@ class DiLoCo(Wrapper):
     ):
         """Wrap `inner`."""
         self.outer, self.merge = Nesterov(outer_lr, outer_momentum, nesterov), Merge(merge)
+        self.mean, codec = Mean.of(robust=robust), Dense(gather=True) if robust and codec is None else codec
+        if not self.mean.plain and codec is not None and codec.linear:
+            raise ConfigError(f"robust={robust!r} needs messages that are gathered, such as Dense(gather=True), got {codec!r}")
         settings = {"H": H, "outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": nesterov}
-        settings |= {"merge": merge, "tau": tau, "pace": pace}
+        settings |= {"merge": merge, "robust": robust, "tau": tau, "pace": pace}
         slots: dict[str, Start] = {"anchor": "param", "momentum": "zeros"}
         super().__init__(inner, link, H=H, tau=tau, codec=codec, slots=slots, settings=settings, pace=pace, **options)
 
@@ -89,7 +96,7 @@ class DiLoCo(Wrapper):
 
     def _outgoing(self, D: list[Tensor]) -> Outgoing:
         given, codec = self.merge.outgoing(D, self.shards), self.merge.codec(self.codec, len(D))
-        return self.outgoing(given, codec=codec, weight=self.work(), source=D)
+        return self.outgoing(given, codec=codec, mean=self.mean, weight=self.work(), source=D)
 
     def apply(self, arrived: Arrived) -> None:
         """The outer step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,28 @@ class Mean:
             raise ConfigError(f"clip_norm must be above zero and finite, got {self.clip_norm!r}")
         if not 0 <= self.trimmed < 0.5:
             raise ConfigError(f"trimmed must be at least 0 and below 0.5, got {self.trimmed!r}")
+
+    @staticmethod
+    def of(over: Literal["workers", "senders"] = "workers", robust: str = "") -> Mean:
+        """The mean with the protection that a text names: what `robust=` of the algorithms takes.
+
+        Args:
+            over: see `Mean`.
+            robust: "" for none, or one or more of "median", "trimmed=0.25" and "clip=1.5", joined by commas: `median_norm`,
+                `trimmed` and `clip_norm`.
+        """
+        settings: dict[str, Any] = {}
+        for word in robust.split(",") if robust else ():
+            name, _, value = word.strip().partition("=")
+            try:
+                known = {"median": ("median_norm", not value), "trimmed": ("trimmed", value), "clip": ("clip_norm", value)}
+                key, given = known[name]
+                settings[key] = given if given is True else float(given)
+            except (KeyError, ValueError):
+                raise ConfigError(
+                    f"robust must be made of 'median', 'trimmed=FRACTION' and 'clip=NORM', joined by commas, got {robust!r}"
+                ) from None
+        return Mean(over, **settings)
 
     @property
     def plain(self) -> bool:

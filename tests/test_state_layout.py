@@ -7,7 +7,7 @@ import torch
 
 from tests.conformance.training import NAMES, H, build, codec_of, model_of, train
 from thinwire import SoloLink, World
-from thinwire.core.slots import StateLayout, state_layout
+from thinwire.core.state_layout import StateLayout, state_layout
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire import DCT, Codec, Dense, Every, Flaky, Float, Int8, Link, Metered, Periods, RandomK, Sign, TopK, Warmup, World
+from thinwire.codecs.wire import HEADER_NBYTES
 from thinwire.core.optimizer import Start
 from thinwire.core.states import State, StateAveraging, is_second_moment, state_codecs, state_periods
 from thinwire.errors import ConfigError
@@ -154,7 +155,7 @@ def test_whatever_is_due_travels_in_one_message(case: int, codecs: list[Codec]) 
         opt.due = (0, 1, 2)
         everything = opt.send()
         assert [t.shape for t in everything.tensors] == [t.shape for state in opt.states for t in state.tensors()]
-        envelope = 4 * 3 if codecs[0].linear else 48
+        envelope = 4 * 3 if codecs[0].linear else HEADER_NBYTES
         assert opt.message_nbytes() == everything.codec.nbytes(everything.tensors) + envelope
         return seen
 

@@ -16,7 +16,7 @@ from thinwire import MTDAO, DataParallel, Link, SoloLink, TorchLink, World, chec
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError
 from thinwire.optim import QHADOPT, QHM, LowRankAdam, QHAdam, QHMuon, propose_beta
-from thinwire.tools.build import optimizer_of, warm_optimizer_of
+from thinwire.tools.build import optimizer_of, take_over, warm_optimizer_of
 from thinwire.tools.cli import main
 from thinwire.tools.config import RunConfig, check_same_run, read_run_toml, write_run_toml
 from thinwire.tools.train import Progress, Trainer
@@ -193,7 +193,7 @@ def test_lordo_goes_on_with_the_projectors_of_its_warm_start() -> None:
     opt = optimizer_of(config, model, SoloLink())
     Q = opt.state[model.weight]["Q"]
     assert not torch.equal(Q, warm.inner.state[model.weight]["Q"])
-    opt.take_over(warm)
+    take_over(opt, warm)
     assert torch.equal(Q, warm.inner.state[model.weight]["Q"])
     assert opt.steps == 8
     assert not opt.state[model.weight]["exp_avg"].any()

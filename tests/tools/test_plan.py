@@ -476,9 +476,9 @@ def test_a_link_on_which_nothing_is_enough_is_told_so() -> None:
     found = advised(Network(bandwidth=1e3, latency=30.0))
     assert found.best is None
     assert found.sentence.startswith(
-        "Nothing that was tried computes 95% of the time on this link: decoupled-diloco H=512 comes closest with 8"
+        "Nothing that was tried computes 95% of the time on this link: decoupled-diloco H=512 comes closest with 7"
     )
-    assert "(5 B per worker and step), and ddp would compute 0.1% of the time." in found.sentence
+    assert "(6 B per worker and step), and ddp would compute 0.1% of the time." in found.sentence
 
 
 def test_who_comes_close_with_a_much_smaller_loss_is_mentioned() -> None:

@@ -58,9 +58,10 @@ class Mean:
         for word in robust.split(",") if robust else ():
             name, _, value = word.strip().partition("=")
             try:
-                known = {"median": ("median_norm", not value), "trimmed": ("trimmed", value), "clip": ("clip_norm", value)}
-                key, given = known[name]
-                settings[key] = given if given is True else float(given)
+                if word.strip() == "median":
+                    settings["median_norm"] = True
+                else:
+                    settings[{"trimmed": "trimmed", "clip": "clip_norm"}[name]] = float(value)
             except (KeyError, ValueError):
                 raise ConfigError(
                     f"robust must be made of 'median', 'trimmed=FRACTION' and 'clip=NORM', joined by commas, got {robust!r}"

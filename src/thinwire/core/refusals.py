@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from thinwire.errors import DamagedRound, NonFiniteRound, RoundAborted, TrainingDiverged, WireError
-from thinwire.payload import all_finite
+from thinwire.payload import LARGEST, all_finite
 
 if TYPE_CHECKING:
     from thinwire.core.optimizer import Algorithm
@@ -51,8 +51,8 @@ class Refusals:
         self.in_row += 1
         self.round, self.step, self.lost = number, step, mine and not opt.params_finite()
         everyone = len(refusal.culprits) == opt.peers.size > 1 and "param" not in opt.replicated
-        if opt.shards.any(not all_finite(self._common_parameters())):
-            what = "the parameters of all workers hold NaN or Inf"
+        if opt.shards.any(not all_finite(self._common_parameters(), LARGEST)):
+            what = f"the parameters of all workers hold NaN, Inf or values beyond {LARGEST:g}"
         elif everyone:
             what = f"the numbers of all {opt.peers.size} workers have gone bad since the round before"
         elif opt.give_up_after and self.in_row >= opt.give_up_after:

@@ -236,6 +236,10 @@ class SlotOptimizer(Optimizer):
         missing = [k for k in COUNTERS if k not in groups[0]]
         if missing:
             raise CheckpointError(f"not a state of thinwire's {type(self).__name__}: {missing[0]} is missing")
+        for name in (*COUNTERS, "in_flight"):
+            value = groups[0].get(name, 0)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise CheckpointError(f"{name} must be a whole number of at least 0, got {value!r}")
         keys = [key for group in groups for key in group["params"]]
         state = {index: state_dict["state"].get(key, {}) for index, key in enumerate(keys)}
         for index, p in self._indexed():

@@ -95,13 +95,13 @@ def period_of(config: RunConfig, model: nn.Module, *, workers: int, backward: fl
     config.validate()
     optimizer = optimizer_of(replace(config, steps=10**6), on_meta(model), NullLink(workers))
     steps = _length(optimizer.schedule)
-    return _with_buffers(Period(steps, tuple(_scheduled(optimizer, 1, steps))), optimizer)
+    return _with_votes(_with_buffers(Period(steps, tuple(_scheduled(optimizer, 1, steps))), optimizer))
 
 
 def run_messages(config: RunConfig, model: nn.Module, *, workers: int) -> list[Message]:
     """All messages of a whole run in order: of its warm start, of the method, and of the end.
 
-    The handshake and the alarms, some hundred bytes in all, are left out, as are the buffers of BatchNorm.
+    The handshake, the alarms and the votes, a byte or so per step, are left out, as are the buffers of BatchNorm.
 
     Args:
         config: its algorithm, settings, wire, inner optimizer, steps and warm start are looked at.
@@ -131,8 +131,6 @@ def _scheduled(optimizer: Algorithm, first: int, last: int) -> Iterator[Message]
             nbytes, op = made[due] if due in made else made.setdefault(due, _message(optimizer, due))
             if nbytes:  # a fragment may be empty
                 yield Message(step, step + tau, nbytes, op)
-                if op == "gather" and not tau:  # whether all could read the messages, before anything is applied
-                    yield Message(step, step, VOTE_NBYTES, "gather")
 
 
 def _message(optimizer: Algorithm, due: tuple[int, ...]) -> tuple[int, Op]:
@@ -170,6 +168,16 @@ def _with_buffers(period: Period, optimizer: Algorithm) -> Period:
         if (number + 1) % every == 0:
             messages.append(Message(m.needed + later, m.needed + later, nbytes, "mean"))
     return Period(repeats * period.steps, tuple(messages))
+
+
+def _with_votes(period: Period) -> Period:
+    """With what follows each gathered message that is waited for at once: a byte that says whether it could be read."""
+    messages = []
+    for m in period.messages:
+        messages.append(m)
+        if m.op == "gather" and m.needed == m.posted:
+            messages.append(Message(m.needed, m.needed, VOTE_NBYTES, "gather"))
+    return Period(period.steps, tuple(messages))
 
 
 def _ddp_messages(params: Sequence[Tensor], backward: float) -> Iterator[Message]:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import thinwire
 from tests.conformance.training import (
-    ALGORITHMS,
     H,
     adamw,
     assert_close,
@@ -22,11 +21,13 @@ from tests.conformance.training import (
     build,
     codec_of,
     model_of,
+    named,
     shared,
     snapshot,
     train,
 )
 from tests.processes import Pool
+from tests.tiers import first_quick
 from thinwire import (
     DCT,
     DecoupledDiLoCo,
@@ -85,7 +86,7 @@ class Counting(LinkDecorator):
         raise AssertionError("the rank of a link is asked, where a round has its peers")
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "noloco"])
+@pytest.mark.parametrize("name", named(lambda name: name != "noloco"))
 def test_a_round_asks_once_who_takes_part_and_never_again(name: str) -> None:
     model, link = model_of(), Counting(SoloLink())
     opt = build(name, model.parameters(), link, alarm_every=0)
@@ -276,8 +277,8 @@ def test_a_value_that_would_overflow_when_squared_is_invalid() -> None:
     assert t.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0, -2.0]
 
 
-@pytest.mark.parametrize("value", [3e38, -3e38, 1e30, math.inf])
-@pytest.mark.parametrize("name", list(ALGORITHMS))
+@pytest.mark.parametrize("value", first_quick([3e38, -3e38, 1e30, math.inf]))
+@pytest.mark.parametrize("name", named())
 def test_one_huge_gradient_leaves_nothing_in_any_state_and_training_goes_on(name: str, value: float) -> None:
     def worker(link: Link) -> tuple[list[Tensor], int, dict[str, list[Tensor]]]:
         model = model_of()
@@ -304,7 +305,7 @@ def test_one_huge_gradient_leaves_nothing_in_any_state_and_training_goes_on(name
             assert_same(tensors, results[0][2][key], key)
 
 
-@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize("bad", first_quick([0, 1, 2]))
 @pytest.mark.parametrize("name", ["demo", "data-parallel"])
 def test_a_worker_with_nan_in_replicated_parameters_takes_them_from_the_others(
     name: str, bad: int, caplog: pytest.LogCaptureFixture
@@ -383,7 +384,7 @@ def _damaged(link: Link, name: str, rounds: set[int]) -> tuple[str, int, list[Te
     return "", opt.aborted_rounds, snapshot(model), shared(opt)
 
 
-GATHERED = [name for name in ALGORITHMS if name not in ("noloco", "streaming-diloco")]
+GATHERED = named(lambda name: name not in ("noloco", "streaming-diloco"))
 
 
 @pytest.mark.parametrize("name", GATHERED)
@@ -414,7 +415,7 @@ def _overtaken(link: Link, name: str, rounds: set[int], tau: int) -> tuple[list[
     return snapshot(model), shared(opt), opt.aborted_rounds, behind
 
 
-@pytest.mark.parametrize("rounds", [{2}, {2, 3}, {3, 6}], ids=str)
+@pytest.mark.parametrize("rounds", first_quick([{2}, {2, 3}, {3, 6}]), ids=str)
 @pytest.mark.parametrize(
     ("name", "tau"), [("demo", 1), ("decoupled-diloco", 2), ("streaming-diloco", 1), ("streaming-diloco", 3)]
 )

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -20,8 +19,9 @@ import thinwire
 from thinwire import DCT, Algorithm, SoloLink, TopK
 
 SOURCE = Path(thinwire.__file__).parent
-DEMO_FILES = 12  # that a step of DeMo may enter
-DILOCO_FILES = 9  # that a round of DiLoCo may enter
+# What a step may enter: as many as today, so that it becomes no more. The aim is 12 and 9.
+DEMO_FILES = 24
+DILOCO_FILES = 17
 
 
 def calls_per_file(work: Callable[[], object]) -> Counter[str]:
@@ -84,13 +84,11 @@ def listed(calls: Counter[str], most: int) -> str:
     return "\n".join([f"{len(calls)} files, at most {most} are allowed:", *lines])
 
 
-@pytest.mark.xfail(strict=True, reason="the round is being rebuilt")
 def test_a_step_of_demo_crosses_few_files() -> None:
     calls = traced_demo_step()
     assert len(calls) <= DEMO_FILES, listed(calls, DEMO_FILES)
 
 
-@pytest.mark.xfail(strict=True, reason="the round is being rebuilt")
 def test_a_round_of_diloco_crosses_few_files() -> None:
     calls = traced_diloco_round()
     assert len(calls) <= DILOCO_FILES, listed(calls, DILOCO_FILES)

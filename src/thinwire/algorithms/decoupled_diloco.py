@@ -32,7 +32,7 @@ from thinwire.codecs import DCT, Codec, Identity, Mean, Sign, TopK, TwoBit
 from thinwire.codecs.base import check_codec
 from thinwire.core.optimizer import PolicyOptions, Start
 from thinwire.core.outgoing import Arrived, Outgoing
-from thinwire.core.shared_model import overwrite
+from thinwire.core.slots import overwrite
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError, check_choice
 from thinwire.links.base import Link

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from thinwire.codecs import Codec
 from thinwire.core.optimizer import PolicyOptions
 from thinwire.core.outgoing import Arrived, Outgoing
-from thinwire.core.shared_model import overwrite
+from thinwire.core.slots import overwrite
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError
 from thinwire.links.base import Link

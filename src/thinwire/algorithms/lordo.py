@@ -23,8 +23,7 @@ from torch import Tensor
 from thinwire.codecs import Codec, Dense
 from thinwire.core.optimizer import PolicyOptions, Start
 from thinwire.core.outgoing import Arrived
-from thinwire.core.shared_model import overwrite
-from thinwire.core.slots import log
+from thinwire.core.slots import log, overwrite
 from thinwire.core.states import State, StateAveraging, state_codecs, state_periods
 from thinwire.links.base import Link
 from thinwire.maths import low_rank

@@ -29,7 +29,7 @@ from thinwire.codecs import Codec
 from thinwire.core.fragments import FragmentLayout, Fragments
 from thinwire.core.optimizer import PolicyOptions, Start
 from thinwire.core.outgoing import Arrived, Outgoing
-from thinwire.core.shared_model import overwrite
+from thinwire.core.slots import overwrite
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError
 from thinwire.links.base import Link

@@ -70,7 +70,8 @@ class Exchange(ABC):
         missing: bool = False,
     ):
         """Encode the message and post it."""
-        check_whole_number("round", round, least=0)
+        if not isinstance(round, int) or round < 0:
+            check_whole_number("round", round, least=0)
         self.peers, self.round, self.any_shard, self.purpose = peers, round, any_shard, purpose
         self.outgoing, self.codec, self.weight, self.missing = outgoing, outgoing.codec, outgoing.weight, missing
         # Shapes only: the tensors may change meanwhile.

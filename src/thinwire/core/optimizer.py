@@ -167,7 +167,8 @@ class Algorithm(SlotOptimizer):
 
     def average_buffers(self) -> None:
         """Give all workers the mean of the buffers."""
-        self.buffer_average.average(self.link, self.shards, round=self.rounds)
+        if self.buffers:
+            self.buffer_average.average(self.link, self.shards, round=self.rounds)
 
     @property
     def aborted_rounds(self) -> int:

@@ -17,6 +17,8 @@ from thinwire.codecs.decoder import Received
 from thinwire.codecs.wire import HEADER_NBYTES
 from thinwire.errors import ConfigError
 
+PLAIN = Mean()
+
 
 @dataclass(frozen=True)
 class Outgoing:
@@ -39,7 +41,7 @@ class Outgoing:
 
     tensors: list[Tensor]
     codec: Codec
-    mean: Mean = field(default_factory=Mean)
+    mean: Mean = PLAIN
     weight: float | None = None
     want_sent: bool = False
     invalid: bool | None = None
@@ -55,7 +57,7 @@ class Outgoing:
         wire = f"{codec!r} is averaged on the wire, which"
         if codec.linear and self.pair is not None:
             raise ConfigError(f"{wire} two workers cannot do: take Dense(gather=True) or the like")
-        if codec.linear and not self.mean.plain:
+        if codec.linear and self.mean is not PLAIN and not self.mean.plain:
             raise ConfigError(f"{wire} can do the plain mean over workers only, not {self.mean!r}")
         if weight is not None and not 0 <= weight <= torch.finfo(torch.float32).max:
             raise ConfigError(f"weight must be finite in float32 and not negative, got {weight!r}")

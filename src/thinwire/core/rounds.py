@@ -138,9 +138,11 @@ class RoundEngine:
         if self.tau and not again:
             opt.remember(out)
         flight.due, flight.peers = opt.due, opt.peers
-        how = {"any_shard": opt.shards.any, "largest": LARGEST, "missing": self.resend.missing}
+        missing = self.tau > 0 and self.resend.missing
+        how = {"any_shard": opt.shards.any, "largest": LARGEST, "missing": missing}
         flight.exchange = post(opt.link, out, peers=opt.peers, round=flight.number, **how)
-        self.resend.remember(flight.number, flight.exchange)
+        if self.tau:
+            self.resend.remember(flight.number, flight.exchange)
 
     def _mark_invalid(self, number: int, *, again: bool) -> bool:
         """Whether a message is refused in this worker's name; of one that was sent before, whether it was then."""
@@ -211,7 +213,7 @@ class RoundEngine:
         """Wait for the messages; what is returned all workers apply. None where it is kept back until it was sent again."""
         exchange = flight.exchange
         assert exchange is not None
-        if self.resend.watches(exchange):
+        if self.tau and self.resend.watches(exchange):
             return self.resend.receive(flight)
         arrived, problem = None, None
         try:
@@ -250,7 +252,7 @@ class RoundEngine:
             hashes = {name: hash_tensors(tensors) for name, tensors in opt.shared_state().items()}
             if not hashes:  # a method that lets everything drift
                 return
-            if self.resend.missing:  # this worker is behind the others for a while
+            if self.tau and self.resend.missing:  # this worker is behind the others for a while
                 hashes = dict.fromkeys(hashes, 0)
             try:
                 compare_replicas(opt.link, hashes, round=number, any_shard=opt.shards.any)

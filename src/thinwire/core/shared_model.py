@@ -6,13 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from thinwire.codecs.dense import Dense
 from thinwire.core.average import average
+from thinwire.core.slots import overwrite
 from thinwire.links.base import Link
-from thinwire.sharding.shards import reshard
 
 if TYPE_CHECKING:
     from thinwire.core.optimizer import Algorithm
@@ -36,12 +35,3 @@ def shared_model(opt: Algorithm, model: nn.Module | None, mean_over: Link | None
     finally:
         overwrite(opt.params(), mine, model)
         overwrite(buffers, own)
-
-
-def overwrite(params: list[Tensor], values: list[Tensor], model: nn.Module | None = None) -> None:
-    """Copy `values` into parameters; give the model where FSDP2 shards it."""
-    with torch.no_grad():
-        for x, value in zip(params, values, strict=True):
-            x.copy_(value)
-    if model is not None:
-        reshard(model)

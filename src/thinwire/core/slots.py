@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.codecs import Chain, Codec
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.payload import LARGEST, all_finite
-from thinwire.sharding.shards import Shards, local
+from thinwire.sharding.shards import Shards, local, reshard
 
 log = logging.getLogger("thinwire")
 
@@ -277,3 +277,12 @@ class SlotOptimizer(Optimizer):
         """The method and its settings, on one line."""
         settings = ", ".join(f"{k}={v!r}" for k, v in self.settings.items())
         return f"{type(self).__name__}({settings})"
+
+
+def overwrite(params: list[Tensor], values: list[Tensor], model: nn.Module | None = None) -> None:
+    """Copy `values` into parameters; give the model where FSDP2 shards it."""
+    with torch.no_grad():
+        for x, value in zip(params, values, strict=True):
+            x.copy_(value)
+    if model is not None:
+        reshard(model)

@@ -15,7 +15,7 @@ from thinwire.codecs import Codec
 from thinwire.core.optimizer import Algorithm, PolicyOptions, Start
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.pace import Pace
-from thinwire.core.shared_model import overwrite
+from thinwire.core.slots import overwrite
 from thinwire.errors import ConfigError, check_choice, check_whole_number
 from thinwire.links.base import Link
 from thinwire.maths.update_rules import check_eps

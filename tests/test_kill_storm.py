@@ -8,7 +8,7 @@ import pytest
 from benchmarks.chaos import METHODS, Storm, run_storm
 
 
-@pytest.mark.parametrize("algorithm", ["demo", "diloco", pytest.param("mt-dao", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("algorithm", ["demo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("diloco", "mt-dao"))])
 def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(algorithm: str, tmp_path: Path) -> None:
     result = run_storm(Storm(algorithm, kills=4, steps=24), tmp_path)
     assert result["kills"] == 4

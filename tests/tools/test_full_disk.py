@@ -41,6 +41,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", disk], check=True)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_during_the_run(small_disk: Path) -> None:
     out = small_disk / "run"
     done = _train(*SETTINGS, "--steps", 120, "--out", out)  # metrics and checkpoints take more

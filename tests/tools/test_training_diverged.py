@@ -184,6 +184,7 @@ def test_a_model_whose_validation_loss_is_not_finite_is_no_result() -> None:
 # --- The command line --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_train_says_so_in_a_line_and_with_its_exit_code(tmp_path: Path) -> None:
     command = [
         "train",

@@ -16,7 +16,8 @@ and take one value per parameter on the wire, not two. In the authors' code gamm
 Two workers that start alike stay alike: they are DiLoCo with heavy-ball momentum. More of them are never equal again.
 
 With P parameters and b bytes per value a round's message is N = 88 + b P bytes, whatever the number of workers: 56 for
-the envelope and 32 for the header of its part. Each worker sends one and receives one every H steps, in one hop. Memory: two slots beside the inner optimizer's state.
+the envelope and 32 for the header of its part. Each worker sends one and receives one every H steps, in one hop. Memory: two
+slots beside the inner optimizer's state.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def until(happened: Callable[[], object], what: str) -> None:
     """Wait for something that can only be asked for, such as a file or the end of somebody else's process."""
     deadline = time.monotonic() + LIMIT
     while not happened():
-        assert time.monotonic() < deadline, f"waited {LIMIT:g} s in vain: {what}"
+        assert time.monotonic() < deadline, f"waited {LIMIT:g} s for: {what}"
         time.sleep(0.02)
 
 

@@ -1,4 +1,4 @@
-"""The package as a stranger installs it: into an empty environment, with what it says it needs and nothing else."""
+"""The package as a user installs it: into an empty environment, with what it says it needs and nothing else."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class Union:
     schedules: tuple[Schedule, ...]
 
     def __post_init__(self) -> None:
-        """Check that the schedules speak of the same fragments."""
+        """Check that the schedules have the same fragments."""
         counts = {s.fragments for s in self.schedules}
         if len(counts) != 1:
             raise ConfigError(f"a union needs schedules with one number of fragments, got {sorted(counts) or 'none'}")

@@ -308,8 +308,8 @@ def test_a_nan_is_refused_in_its_pair_only_and_the_worker_heals() -> None:
             assert_same(after, healthy[rank][2], "the other pair has not noticed")
     trained = [p for p in model_of().parameters() if p.requires_grad]
     frozen = [i for i, p in enumerate(model_of().parameters()) if not p.requires_grad]
-    healed = [t for i, t in enumerate(poisoned[bad][2]) if i not in frozen]
-    assert_same(healed, poisoned[bad][3][: len(trained)], "the bad worker is back at its own outer point")
+    restored = [t for i, t in enumerate(poisoned[bad][2]) if i not in frozen]
+    assert_same(restored, poisoned[bad][3][: len(trained)], "that worker is back at its own outer point")
 
 
 def test_finish_does_the_same_on_all_workers_after_one_pair_has_refused_the_last_round() -> None:
@@ -397,7 +397,7 @@ def test_two_workers_that_both_lose_their_numbers_stop_at_once() -> None:
         return str(error.value)
 
     for message in World(2).run(worker):
-        assert "the numbers of all 2 workers have gone bad since the round before (round 1 refused" in message
+        assert "the parameters of all 2 workers have become invalid since the round before (round 1 refused" in message
 
 
 def test_running_statistics_stay_each_workers_own_until_the_end() -> None:

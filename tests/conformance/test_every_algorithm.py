@@ -192,7 +192,7 @@ def test_a_nan_in_one_gradient_poisons_nobody(name: str, bad: float, caplog: pyt
 
 
 @drifting
-def test_a_poisoned_worker_is_named_refused_and_healed(name: str) -> None:
+def test_a_worker_with_nan_is_named_refused_and_restored(name: str) -> None:
     """A worker whose parameters are NaN already: nobody averages them in, and it comes back by itself."""
 
     def worker(link: thinwire.Link) -> tuple:
@@ -219,7 +219,7 @@ def test_a_poisoned_worker_is_named_refused_and_healed(name: str) -> None:
     else:
         assert aborted == [1, 1, 1], "refused on ALL workers, once"
     for _, params, moments in results:
-        assert all(bool(torch.isfinite(t).all()) for t in moments), "the inner optimizer is healed too"
+        assert all(bool(torch.isfinite(t).all()) for t in moments), "the inner optimizer's state is finite again too"
         assert all(bool(torch.isfinite(p).all()) for p in params)
         if cls.synced | cls.replicated:
             assert_same(params, results[0][1])
@@ -253,14 +253,14 @@ def test_on_nonfinite_raise_stops_all_workers_together_with_the_culprit_named(na
 
 @every
 def test_workers_that_all_lose_their_numbers_stop_together(name: str) -> None:
-    """Nothing is left to heal them by: the parameters of all are NaN."""
+    """Nothing is left to restore them from: the parameters of all are NaN."""
 
     def worker(link: thinwire.Link) -> tuple:
         model = model_of()
         opt = build(name, model.parameters(), link)
         train(model, opt, link.rank, H)
         with torch.no_grad():
-            for p in opt.params():  # a fragment that is under way would heal some
+            for p in opt.params():  # a fragment that is in flight would restore some
                 p.fill_(float("nan"))
         for step in range(H + 1, 3 * H + 1):
             try:
@@ -299,7 +299,7 @@ def test_refusals_in_a_row_end_in_the_same_error_on_all_workers(name: str, size:
 
     def worker(link: thinwire.Link) -> tuple:
         model = model_of()
-        # With "restore" all methods have parameters to go back to: without, the round after a refused one heals the bad worker.
+        # With "restore" all methods have parameters to go back to: without, the round after a refused one resyncs that worker.
         opt = build(name, model.parameters(), link, give_up_after=3, on_abort="restore", inner=adamw)
         for step in range(1, 10 * H):
             backward(model, link.rank, step)
@@ -491,9 +491,9 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(name: str) -> 
     train(model, opt, 0, H + 1)
     before, state = snapshot(model), opt.state_dict()
     bigger = torch.nn.Linear(4, 4)
-    stranger = build(name, bigger.parameters(), SoloLink()).state_dict()
+    other = build(name, bigger.parameters(), SoloLink()).state_dict()
     with pytest.raises(thinwire.errors.CheckpointError, match="groups of"):
-        opt.load_state_dict(stranger)
+        opt.load_state_dict(other)
     assert_same(before, snapshot(model))
     again = opt.state_dict()
     assert again["param_groups"] == state["param_groups"]

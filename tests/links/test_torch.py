@@ -166,7 +166,7 @@ def test_a_mesh_axis_is_a_link_and_a_mesh_is_not(pool: Pool) -> None:
         assert "got a mesh with 2 ('shard', 'replicate'): index it first" in said
 
 
-def _join_as_a_stranger(link: Link) -> str:
+def _join_from_outside(link: Link) -> str:
     with own_group(link, [1, 3]) as group:
         try:
             inside = TorchLink(group, timeout=LIMIT)
@@ -176,7 +176,7 @@ def _join_as_a_stranger(link: Link) -> str:
 
 
 def test_a_group_one_is_not_in_is_refused_at_once(pool: Pool) -> None:
-    said = pool.run(_join_as_a_stranger, 4)
+    said = pool.run(_join_from_outside, 4)
     assert (said[1], said[3]) == ("rank 0 of 2: 2.0", "rank 1 of 2: 2.0")
     assert all("not a member" in said[r] for r in (0, 2))
 

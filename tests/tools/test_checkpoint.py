@@ -219,12 +219,12 @@ def test_a_checkpoint_of_something_else_is_refused_and_nothing_changes(tmp_path:
         checkpoint.load(path, model, other, SoloLink())
 
     wider = torch.nn.Linear(9, 9)
-    stranger = build("diloco", wider.parameters(), SoloLink())
+    wider_opt = build("diloco", wider.parameters(), SoloLink())
     before = snapshot(wider)
     with pytest.raises(CheckpointError, match="does not exist here"):
-        checkpoint.load(path, wider, stranger, SoloLink())
+        checkpoint.load(path, wider, wider_opt, SoloLink())
     assert_same(before, snapshot(wider))
-    assert stranger.steps == 0
+    assert wider_opt.steps == 0
 
 
 def test_another_inner_optimizer_is_refused(tmp_path: Path) -> None:

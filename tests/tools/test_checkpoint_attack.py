@@ -1,4 +1,4 @@
-"""Checkpoints that were damaged, made by a stranger, or written with a hostile worker: refused, nothing is run or lost."""
+"""Checkpoints: damaged, from an untrusted source, or written with a hostile worker. Refused, and nothing is run or lost."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _nested(depth: int) -> str:
 ODD = [None, -1, 10**30, 1.5, "x", "__class__", True, [], {}, [[]], {"a": [1]}, float("nan"), "../../etc/passwd"]
 
 
-def test_a_description_that_a_stranger_wrote_is_refused_or_harmless(tmp_path: Path) -> None:
+def test_an_untrusted_description_is_refused_or_harmless(tmp_path: Path) -> None:
     """Every value is removed and replaced by odd ones, and signed anew: a `CheckpointError` or a good load, nothing else."""
     path, _, _ = _saved(tmp_path)
     text = (path / "thinwire.json").read_text()
@@ -179,7 +179,7 @@ def test_a_description_that_is_none_is_refused(text: str, tmp_path: Path) -> Non
         checkpoint.load(path, model, opt, SoloLink())
 
 
-def test_tensor_files_that_a_stranger_wrote_are_refused(tmp_path: Path) -> None:
+def test_untrusted_tensor_files_are_refused(tmp_path: Path) -> None:
     path, model, opt = _saved(tmp_path)
     before = _everything(model, opt)
     name = "worker0.0.safetensors"
@@ -249,7 +249,7 @@ class _Evil:
         return Path.write_text, (self.mark, "executed")
 
 
-def test_a_strangers_checkpoint_runs_no_code(tmp_path: Path) -> None:
+def test_an_untrusted_checkpoint_runs_no_code(tmp_path: Path) -> None:
     mark = tmp_path / "executed"
     evil = pickle.dumps(_Evil(mark))
     path, model, opt = _saved(tmp_path / "run")

@@ -4,7 +4,7 @@
     every H steps:                x   <- mean_i x_i              all workers go on from x
 
 Stich, "Local SGD converges fast and communicates little" (2019). A copy of the last average is kept (the slot "anchor"), so
-that a worker whose numbers went bad has a place to go back to. `MTDAO` averages the inner optimizer's moments too: with a
+that a worker whose parameters are invalid can go back to it. `MTDAO` averages the inner optimizer's moments too: with a
 plain Adam inside, that is Local Adam.
 
 With P parameters and M workers a round's message is N = b (P + M) bytes with b bytes per value, a ring sends 2 N (M - 1) / M of

@@ -56,7 +56,7 @@ class LoRDO(StateAveraging):
         qh: the raw gradient enters "outside" of the projection, or "inside", which does not cure the stagnation.
         feedback: keep what the projection leaves out of a gradient, and add it to the next.
         rotate: turn the moments into the basis of a new projector.
-        projection: from the "global" difference, or each worker's "local" gradient, an ablation in which moments stay home.
+        projection: from the "global" difference, or each worker's "local" gradient, an ablation without averaged moments.
         codec: what is sent; one for all states or one by name ("param", "exp_avg", "exp_avg_sq"), as in `MTDAO`.
         options: see `thinwire.Policy`.
     """
@@ -137,10 +137,10 @@ class LoRDO(StateAveraging):
     def restore(self) -> None:
         """Back to the last agreed parameters; what is not finite in the moments and in E becomes zero."""
         overwrite(self.params(), self.slot("anchor"))
-        low_rank.heal(self.state.values())
+        low_rank.zero_nonfinite(self.state.values())
 
     def joiner_copies(self, key: str) -> bool:
-        """The number of steps too: averaged moments must not be corrected for bias anew."""
+        """The number of steps too: averaged moments must not be corrected for bias again."""
         return super().joiner_copies(key) or (key == "step" and self.projection == "global")
 
     def agreed(self) -> list[Tensor]:

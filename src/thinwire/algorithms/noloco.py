@@ -1,4 +1,4 @@
-"""NoLoCo: H local steps, then each worker exchanges with one other, drawn anew every round. There is no all-reduce.
+"""NoLoCo: H local steps, then each worker exchanges with one other, drawn in every round. There is no all-reduce.
 
 "NoLoCo: No-all-reduce Low Communication Training Method for Large Models", arXiv 2506.10911:
 
@@ -15,8 +15,9 @@ and take one value per parameter on the wire, not two. In the authors' code gamm
 
 Two workers that start alike stay alike: they are DiLoCo with heavy-ball momentum. More of them are never equal again.
 
-With P parameters and b bytes per value a round's message is N = 48 + b P bytes, whatever the number of workers. Each worker
-sends one and receives one every H steps, in one hop. Memory: two slots beside the inner optimizer's state.
+With P parameters and b bytes per value a round's message is N = 88 + b P bytes, whatever the number of workers: 56 for
+the envelope and 32 for the header of its part. Each worker sends one and receives one every H steps, in one hop. Memory: two
+slots beside the inner optimizer's state.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class NoLoCo(Wrapper):
 
 
 def partner_of(rank: int, workers: int, round: int) -> int | None:
-    """Whom worker `rank` meets in a round: its neighbour in a random order of all workers, the same on each of them.
+    """The partner of worker `rank` in a round: its neighbour in a random order of all workers, the same on each of them.
 
     Args:
         rank: which worker.

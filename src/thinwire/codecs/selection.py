@@ -61,7 +61,7 @@ class RandomK(Selection, Stage):
         k = self.count(L)
         chosen = _random_set(self.seed, round, L, k)
         shift = (numbers(self.seed, round, _SHIFT, stop - start, start) % np.uint64(L)).astype(np.int64)
-        wrapped = np.searchsorted(chosen, L - shift)  # from here on the shifted set begins anew at the front
+        wrapped = np.searchsorted(chosen, L - shift)  # from here on the shifted set begins again at the front
         place = wrapped[:, None] + np.arange(k)
         return (chosen[place % k] + shift[:, None]) % L
 

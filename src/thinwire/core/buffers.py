@@ -43,8 +43,8 @@ class Buffers:
     def average(self, link: Link, shards: Shards, *, round: int) -> None:
         """Give all workers the mean of the buffers.
 
-        A worker whose own are not finite has no say, is named, and takes the mean of the others. Where that is so of all of
-        them, all go back to the values that they agreed on last.
+        A worker whose own are not finite counts with weight 0, is named, and takes the mean of the others. Where that is so of
+        all of them, all go back to the values that they agreed on last.
         """
         if not self.tensors:
             return

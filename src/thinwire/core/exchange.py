@@ -44,7 +44,7 @@ def alone(flag: bool) -> bool:
 
 
 class Exchange(ABC):
-    """A message under way.
+    """A message in flight.
 
     Args:
         link: the wire.
@@ -84,7 +84,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def _message(self, body: Payload, invalid: bool) -> tuple[Payload, Op]:
-        """The message around a body, and what the link shall do with it."""
+        """The message around a body, and what the link does with it."""
 
     @abstractmethod
     def _open(self, payloads: list[Payload]) -> tuple[list[Payload], list[float] | None, list[int]]:

@@ -223,7 +223,7 @@ class Algorithm(SlotOptimizer):
         """How far apart the models are that `shared_model` shows on the workers; 0 exactly where they are bit-equal.
 
         Args:
-            link: where the exchange shall go instead of this optimizer's own link, for instance past a meter.
+            link: where the exchange goes instead of this optimizer's own link, for instance past a meter.
         """
         return drift(link or self.link, self.agreed() or self.params(), shards=self.shards)
 

@@ -35,7 +35,7 @@ class Outgoing:
         decay: with `scale`, slots <- decay * slots + scale * transform(tensors) comes first; one number, or one per tensor.
             What is added so stays in the slots whatever becomes of the round; an invalid tensor is not added.
         scale: see `decay`; by default the slots are sent as they are.
-        source: what `tensors` were made of, where a message that is sent again is made of that anew.
+        source: what `tensors` were made of, where a message that is sent again is made from that.
         pair: the ranks of this worker and the one that it exchanges with, in order, or its own alone; None for all workers.
     """
 
@@ -92,7 +92,7 @@ class Arrived:
         outgoing: what this worker gave.
         sent: what the others read in this worker's message, where that was asked for.
         which: numbers of the parameters that the round is about; all of them unless it is a fragment's.
-        last: whether this is the round of `finish()`, after which all workers shall be equal.
+        last: whether this is the round of `finish()`, after which all workers are equal.
     """
 
     ids: tuple[int, ...]

@@ -23,7 +23,7 @@ from thinwire.sharding.shards import Shards
 
 
 class Pace:
-    """One worker's pace. What must survive a checkpoint is in `state`; speeds are measured anew.
+    """One worker's pace. What must survive a checkpoint is in `state`; speeds are measured again.
 
     Args:
         link: its clock times the steps; the workers tell each other their speeds over it.

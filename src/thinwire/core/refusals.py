@@ -54,7 +54,7 @@ class Refusals:
         if opt.shards.any(not all_finite(self._common_parameters(), LARGEST)):
             what = f"the parameters of all workers hold NaN, Inf or values beyond {LARGEST:g}"
         elif everyone:
-            what = f"the numbers of all {opt.peers.size} workers have gone bad since the round before"
+            what = f"the parameters of all {opt.peers.size} workers have become invalid since the round before"
         elif opt.give_up_after and self.in_row >= opt.give_up_after:
             what = f"{self.in_row} rounds in a row were refused"
         else:

@@ -42,7 +42,7 @@ def compare_replicas(link: Link, hashes: Mapping[str, int], *, round: int, any_s
     mine = torch.tensor(list(hashes.values()), dtype=torch.int64)
     gathered = link.all_gather(Payload(mine.view(torch.uint8), purpose="alarm"))
     rows = torch.stack([p.data.cpu().view(torch.int64) for p in gathered])  # [workers, parts]
-    known = rows.any(1)  # zeros: a worker that is behind for a while and has no say
+    known = rows.any(1)  # zeros: a worker that is behind for a while, which is not compared
     differs = (rows != rows[int(known.int().argmax())]) & known[:, None]
     if not any_shard(bool(differs.any())):
         return
@@ -57,7 +57,7 @@ def compare_replicas(link: Link, hashes: Mapping[str, int], *, round: int, any_s
 def resync(link: Link, tensors: Sequence[Tensor], *, any_shard: AnyShard = alone) -> tuple[int, ...]:
     """Give replicated state to the workers that have lost it: those with NaN or Inf in it take that of the majority.
 
-    One byte per worker where nobody has lost anything.
+    One byte per worker where no worker has lost anything.
 
     Args:
         link: the wire.

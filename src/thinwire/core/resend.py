@@ -1,9 +1,9 @@
 """Resend: with tau > 0, a round that one worker could not read is sent once more, and the worker catches up.
 
-The others have applied the round by the time they learn of it, so nobody can refuse it any more. The worker that could not
+The others have applied the round by the time they learn of it, so it can no longer be refused. The worker that could not
 read it keeps it and all later ones back, asks in its next message (`Envelope.missing`), and when that message arrives all
 workers gather the messages of the missing round once more. Then it applies what it kept back, in order. Until then its
-replicated state is behind that of the others, and it has no say in the divergence alarm.
+replicated state is behind that of the others, and it takes no part in the divergence alarm.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Resend:
         """Send the rounds once more that somebody asks for; all workers take part. Whether there were any.
 
         Raises:
-            WireError: on all workers, where a round is asked for that nobody keeps; on the one that asks, where it cannot read
-                the round the last time either.
+            WireError: on all workers, where a round is asked for that no worker keeps; on the one that asks, where it cannot
+                read the round the last time either.
         """
         link, wanted = self.engine.opt.link, self.kept_back[0][0].number if self.kept_back else 0
         told = link.all_gather(Payload.of_bytes(wanted.to_bytes(8, "little"), purpose="resend", fixed=True))

@@ -56,7 +56,7 @@ class InFlight:
         step: after which it was sent.
         due: what the schedule named: fragments or states.
         which: numbers of the parameters in it: those of a group that was added since are not.
-        last: whether it is that of `finish()`, after which all workers shall be equal.
+        last: whether it is that of `finish()`, after which all workers are equal.
         peers: who takes part.
         exchange: what to wait for; None after a resume, until it has been sent again.
     """
@@ -229,7 +229,7 @@ class RoundEngine:
         return arrived
 
     def _vote(self, number: int, error: WireError | None) -> None:
-        """Tell each other whether the messages could be read: what one worker could not, nobody may apply.
+        """Tell each other whether the messages could be read: what one worker could not, no worker may apply.
 
         Raises:
             WireError: on all of them, where none could: a message was wrong when it was sent.
@@ -270,9 +270,9 @@ class RoundEngine:
         is not gone on from, and `TrainingDiverged` is raised on all workers, where
 
         * the parameters that all workers have in common are not finite: no later round can make them so;
-        * all of two or more workers were to blame, and with local steps: the parameters of each have gone bad since the last
-          round, which is no fault of one machine. Gradients alone do not count, since a GradScaler finds an Inf in them on all
-          workers now and then. Nor does a single worker: it goes back to its last agreed parameters, and is counted;
+        * all of two or more workers were to blame, and with local steps: the parameters of each have become invalid since the
+          last round, which is no fault of one machine. Gradients alone do not count, since a GradScaler finds an Inf in them
+          on all workers now and then. Nor does a single worker: it goes back to its last agreed parameters, and is counted;
         * it is the last of `give_up_after` in a row.
 
         All of that is known to all workers alike, so that they raise together. In methods `in_pairs` only the two of a pair
@@ -283,11 +283,11 @@ class RoundEngine:
             number: of the round, where that is not the last one begun.
             step: which it belongs to, where that is not the last one taken.
         """
-        opt, poisoned = self.opt, isinstance(refusal, NonFiniteRound)
-        if poisoned and self.policy.on_nonfinite == "raise":
+        opt, nonfinite = self.opt, isinstance(refusal, NonFiniteRound)
+        if nonfinite and self.policy.on_nonfinite == "raise":
             raise refusal
         self.aborted += 1
-        if poisoned and "param" in opt.replicated and opt.peers.size > 1:
+        if nonfinite and "param" in opt.replicated and opt.peers.size > 1:
             self._resync()
         mine = opt.peers.id in _culprits(refusal)
         number, step = opt.rounds if number is None else number, opt.steps if step is None else step

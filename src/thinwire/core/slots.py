@@ -157,14 +157,14 @@ class SlotOptimizer(Optimizer):
     def _all_or_nothing(self) -> Iterator[None]:
         """Take back what was added to groups, parameters and state within it, where that raises."""
         groups, active, frozen = len(self.param_groups), len(self._active), len(self._frozen)
-        state, greeted = {p: dict(entries) for p, entries in self.state.items()}, self.handshake_done
+        state, done = {p: dict(entries) for p, entries in self.state.items()}, self.handshake_done
         try:
             yield
         except BaseException:
             del self.param_groups[groups:], self._active[active:], self._frozen[frozen:]
             self.state.clear()
             self.state.update(state)
-            self.handshake_done = greeted
+            self.handshake_done = done
             raise
 
     def _check_group(self, group: Mapping[str, Any]) -> None:

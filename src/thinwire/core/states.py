@@ -30,7 +30,7 @@ from thinwire.errors import ConfigError, NonFiniteRound, RoundAborted
 from thinwire.payload import zero_invalid_
 from thinwire.schedules import Schedule, as_schedule
 
-Tensors = Callable[[], list[Tensor]]  # asked anew in every round: loading a checkpoint may have put others in their place
+Tensors = Callable[[], list[Tensor]]  # asked again in every round: loading a checkpoint may have put others in their place
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class StateAveraging(Algorithm):
     """Base of the methods whose rounds average states with periods; they set `states` when they are made.
 
     A worker whose state is invalid, and that has no anchor to go back to, is resynced by the next round: all know its id, all
-    states are averaged then whether they are due or not, it has no say, and takes the average of the others.
+    states are averaged then whether they are due or not, it counts with weight 0, and takes the average of the others.
     """
 
     sends_fragments = True

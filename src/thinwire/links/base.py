@@ -157,31 +157,31 @@ class LinkDecorator(Link):
         return self.link.size
 
     def peers(self) -> Peers:
-        """Pass on."""
+        """The peers of the wrapped link."""
         return self.link.peers()
 
     def post(self, payload: Payload, op: Op) -> Ticket:
-        """Pass on."""
+        """Post on the wrapped link."""
         return self.link.post(payload, op)
 
     def commit(self) -> None:
-        """Pass on."""
+        """Commit on the wrapped link."""
         self.link.commit()
 
     def tick(self) -> None:
-        """Pass on."""
+        """Count a step on the wrapped link."""
         self.link.tick()
 
     def now(self) -> float:
-        """Pass on."""
+        """The clock of the wrapped link."""
         return self.link.now()
 
     def elapse(self, seconds: float) -> None:
-        """Pass on."""
+        """Let time pass on the wrapped link."""
         self.link.elapse(seconds)
 
     def traffic(self, op: Op, sizes: Sequence[int]) -> Traffic:
-        """Pass on."""
+        """As the wrapped link counts it."""
         return self.link.traffic(op, sizes)
 
 

@@ -37,7 +37,7 @@ class MeteredDDP:
     def rehearse(self, loss: Callable[[nn.Module], Tensor]) -> None:
         """Run one backward pass that leaves no trace, before the first step of a new or resumed run.
 
-        DDP orders its buckets anew after its first backward pass, which moves the borders of the ring's chunks and with them
+        DDP orders its buckets again after its first backward pass, which moves the borders of the ring's chunks and with them
         the order of additions. Without this, the first step after a resume would differ from the same step of an
         uninterrupted run in its last bits.
 

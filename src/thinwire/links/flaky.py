@@ -28,7 +28,7 @@ class Flaky(LinkDecorator):
         self._waited = 0
 
     def post(self, payload: Payload, op: Op) -> Ticket:
-        """Pass on, and count rounds."""
+        """Post on the wrapped link, and count rounds."""
         ticket = self.link.post(payload, op)
         if payload.purpose != "round":
             return ticket

@@ -1,7 +1,7 @@
 """Heartbeat: which ranks are alive, and which have left and why, so that an error can name the rank that caused it.
 
 A collective that fails says "connection closed by peer" or "timed out"; which rank caused it, it does not say, and a
-healthy rank that waits for the dead one looks just as silent. So every process raises a counter in the job's key-value
+rank that waits for the dead one looks just as silent. So every process raises a counter in the job's key-value
 store twice a second from a thread of its own; a rank whose counter stands still is gone (killed, stopped or cut off).
 
 A process that ends, by an exception or because it is done, says so in the store, with the number of exchanges that it took

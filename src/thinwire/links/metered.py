@@ -95,7 +95,7 @@ class Metered(LinkDecorator):
         self.meter = Meter()
 
     def post(self, payload: Payload, op: Op) -> Ticket:
-        """Pass on; the cost is booked when the result is there."""
+        """Post on the wrapped link; the cost is counted when the result is there."""
         return _MeteredTicket(self, self.link.post(payload, op), payload, op)
 
 

@@ -24,7 +24,7 @@ class Throttled(LinkDecorator):
         self.wire = Wire(network, link.size)
 
     def post(self, payload: Payload, op: Op) -> Ticket:
-        """Pass on, and note when the transfer started."""
+        """Post on the wrapped link, and note when the transfer started."""
         return _ThrottledTicket(self, self.link.post(payload, op), payload, op)
 
 

@@ -359,7 +359,7 @@ def host_job(processes: int) -> tuple[dist.Store, list[dict[str, str]]]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "WORLD_SIZE": str(processes),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is held here: no process shall open one
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is held here: no process may open one
     }
     return store, [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 

@@ -210,7 +210,7 @@ def rotate(u: Tensor, v: Tensor, R: Tensor, *, betas: tuple[float, float], t: in
     v.copy_((((R * R) @ spread + (R @ uhat).square_()) * grown2).abs_())
 
 
-def heal(states: Iterable[Mapping[str, Tensor]]) -> None:
+def zero_nonfinite(states: Iterable[Mapping[str, Tensor]]) -> None:
     """Set to zero what is not finite in moments and error feedback."""
     for state in states:
         for name in (*MOMENTS, "E"):
@@ -263,7 +263,7 @@ def check_settings(*, qh: str, projection: str = "global", clip_norm: float = 0.
     check_not_negative("clip_norm", clip_norm)
     if projection == "local" and any(K is not None for K in periods):
         raise ConfigError(
-            f"with projection='local' moments stay home, in bases of their own: they have no periods, got {periods}"
+            f"with projection='local' moments are not averaged, since their bases differ: they have no periods, got {periods}"
         )
 
 

@@ -20,7 +20,7 @@ from thinwire.sharding.mesh import shard_of
 
 
 class LowRankAdam(GroupOptimizer):
-    """Adam with moments in a subspace of rank r that is chosen anew every H steps.
+    """Adam with moments in a subspace of rank r that is chosen again every H steps.
 
     Example:
         >>> import torch, thinwire

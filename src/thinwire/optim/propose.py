@@ -55,7 +55,7 @@ def propose_beta(K: int, *, retention: float = 0.9, steps: int | None = None) ->
 
     Args:
         K: steps between two averages of the momentum.
-        retention: how much of the agreed momentum shall be left after K steps.
+        retention: how much of the agreed momentum should be left after K steps.
         steps: length of the run; without it, it is taken to be long enough.
     """
     check_whole_number("K", K)

@@ -25,7 +25,7 @@ class Baton:
     """
 
     def __init__(self, size: int, ready: Callable[[int], bool], *, seed: int):
-        """Nobody runs until `start` is called."""
+        """No worker runs until `start` is called."""
         self.size, self._ready = size, ready
         self._turn = [threading.Semaphore(0) for _ in range(size)]
         self._waiting = [False] * size
@@ -47,7 +47,7 @@ class Baton:
         """Let others run until worker `rank` is ready.
 
         Returns:
-            False when nobody can run any more, so that waiting is in vain.
+            False when no worker can run any more: waiting would never end.
         """
         self._waiting[rank] = True
         self._random[rank] = random_state()
@@ -57,7 +57,7 @@ class Baton:
         return self._ready(rank)
 
     def retire(self, rank: int) -> None:
-        """Worker `rank` has ended; somebody else may run."""
+        """Worker `rank` has ended; another worker may run."""
         self._done[rank] = True
         self._hand_on(rank)
 
@@ -65,7 +65,7 @@ class Baton:
         others = [(rank + i) % self.size for i in range(1, self.size + 1)]
         alive = [r for r in others if not self._done[r]]
         able = [r for r in alive if not self._waiting[r] or self._ready(r)]
-        for r in (able or alive)[:1]:  # if nobody is able, wake a waiting one: it finds that it waits in vain
+        for r in (able or alive)[:1]:  # if no worker is able, wake a waiting one: it finds that out
             self._turn[r].release()
 
 

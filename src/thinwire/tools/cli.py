@@ -150,7 +150,7 @@ def _beta(arguments: list[str]) -> int:
         Args:
             K: steps between two averages of the momentum.
             steps: length of the run; a momentum must be faster than that.
-            retention: how much of the agreed momentum shall be left after K steps.
+            retention: how much of the agreed momentum should be left after K steps.
         """
         return propose_beta(K, retention=retention, steps=steps).explanation
 

@@ -133,7 +133,7 @@ def run_all(runs: Sequence[Run], runner: Runner, out: Path, *, jobs: int, consol
         if why is None:
             record = record_of(run.folder)
             append_record(out / RECORDS, record)
-            if jobs > 1:  # nobody has seen it go
+            if jobs > 1:  # it was not shown
                 console.print(Text(f"done: {run}, validation loss {record.loss:.4f}"), soft_wrap=True)
             shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)  # they were there to go on from
         else:
@@ -241,8 +241,8 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     try:
-        with open(os.devnull, "w") as nobody:
-            simulated_runner(folder).run(folder, Console(file=nobody))
+        with open(os.devnull, "w") as devnull:
+            simulated_runner(folder).run(folder, Console(file=devnull))
     except ThinwireError as error:
         sys.exit(str(error))
 

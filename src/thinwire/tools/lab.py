@@ -31,7 +31,7 @@ from thinwire.tools.processes import SILENT, Process, a_job, see_through
 
 __all__ = ["Counters", "Job", "JobFailed", "Lab", "LabError", "Rates", "check_command", "find", "take_down"]
 
-PORT = "29500"  # of the job's store, in the namespace of worker 0: nobody else is there
+PORT = "29500"  # of the job's store, in the namespace of worker 0, which no other program uses
 
 
 class JobFailed(ThinwireError):

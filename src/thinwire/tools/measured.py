@@ -123,7 +123,7 @@ def cells(job: Measured) -> tuple[str, ...]:
 
 
 def show_measured(jobs: list[Measured], console: Console) -> None:
-    """Print all jobs: as a table, or line by line where nobody sits at a terminal."""
+    """Print all jobs: as a table, or line by line where there is no terminal."""
     if not jobs:
         return
     if not console.is_terminal:

@@ -1,4 +1,4 @@
-"""Which ports the processes of a job have open, and to whom: neither gloo nor torch's store asks anybody who they are."""
+"""Which ports the processes of a job have open, and who can reach them: neither gloo nor torch's store has authentication."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def advice(ports: Sequence[Port], *, one_machine: bool) -> list[str]:
 
     Args:
         ports: of a job.
-        one_machine: all its processes run on this machine, so that nobody else needs to reach it.
+        one_machine: all its processes run on this machine, so that no other machine needs to reach it.
     """
     found = []
     open_ports = [p for p in ports if not p.local and (one_machine or p.everywhere)]

@@ -224,7 +224,7 @@ def _checkpoints(config: RunConfig, every: int) -> int:
 
 
 def _can_resume(folder: Path, config: RunConfig) -> bool:
-    """Whether there is a checkpoint to go on from. One of the last step has no step left, so such a run starts anew."""
+    """Whether there is a checkpoint to go on from. One of the last step has no step left, so such a run starts again."""
     saved = checkpoint.finished(folder / "checkpoints")
     if saved and checkpoint.step_of(saved[-1]) < config.steps:
         return True

@@ -36,7 +36,7 @@ def claim_folder(config: RunConfig, flags: TrainFlags, *, where: str | None = No
     Args:
         config: the run.
         flags: say where it is kept.
-        where: what a record shall have as its place, "simulated 100mbit 20ms"; by default what the environment variable
+        where: what a record has as its place, "simulated 100mbit 20ms"; by default what the environment variable
             THINWIRE_PLACE says, "lab 100mbit".
     """
     folder = Path(flags.out or new_folder(f"{config.algorithm}-{config.task}"))

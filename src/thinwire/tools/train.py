@@ -97,7 +97,7 @@ class Trainer:
         self.model = self.task.model().to(device_of(config))
         if shard is not None:
             self.model = shard(self.model)
-        # torch's own DDP where it can be had, so that nobody can say that the baseline was weak.
+        # torch's own DDP where it can be had, so that the baseline is as strong as it can be.
         self.ddp = None
         if config.algorithm == "ddp" and isinstance(link, TorchLink) and config.shards == 1:
             self.ddp = MeteredDDP(self.model, self.link)
@@ -211,7 +211,7 @@ class Trainer:
             self._end_warm_start()
 
     def _refuse(self, culprits: list[int]) -> None:
-        """What the finite gate does for every other method: DDP has averaged a NaN, so nobody takes this step."""
+        """What the finite gate does for every other method: DDP has averaged a NaN, so no worker takes this step."""
         names = ", ".join(f"rank {r}" for r in culprits)
         what = f"step {self.step + 1} refused on all {self.link.size} workers: NaN or Inf in the contribution of {names}"
         self.optimizer.engine.refuse(NonFiniteRound(what, culprits=culprits), step=self.step + 1)

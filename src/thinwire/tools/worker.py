@@ -72,7 +72,7 @@ def _work(config: RunConfig, folder: Path, link: Link, resume: bool, checkpoint_
     notes = trainer.resume(folder / "checkpoints") if resume else []
     title = f"{config.algorithm} {config.task} x{link.size}"
     metrics = MetricsFile(folder / "metrics.jsonl", after=trainer.step) if first else None
-    with _watching(title, config, metrics, trainer, notes) if metrics else contextlib.nullcontext(_nobody) as watch:
+    with _watching(title, config, metrics, trainer, notes) if metrics else contextlib.nullcontext(_ignore) as watch:
         progress = trainer.run(watch, checkpoints=folder / "checkpoints", checkpoint_every=checkpoint_every)
     if metrics:
         keep_result(folder, summarise(trainer, progress), [metrics.problem, trainer.unsaved])
@@ -81,8 +81,8 @@ def _work(config: RunConfig, folder: Path, link: Link, resume: bool, checkpoint_
     return progress
 
 
-def _nobody(_: Progress) -> None:
-    """Other workers than the first keep quiet."""
+def _ignore(_: Progress) -> None:
+    """Only the first worker reports."""
 
 
 @contextlib.contextmanager
@@ -96,7 +96,7 @@ def _watching(title: str, config: RunConfig, metrics: MetricsFile, trainer: Trai
 
 
 def end_with(launcher: int) -> None:
-    """End this process when its launcher is gone, however that went: nobody would see it through any more."""
+    """End this process when its launcher is gone, however that went: no process would wait for it any more."""
 
     def watch() -> None:
         while os.getppid() == launcher:

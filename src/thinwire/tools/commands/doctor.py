@@ -71,7 +71,7 @@ class Report:
     Attributes:
         machines: of all ranks in order, or this one.
         measured: between the ranks; None where there is only one.
-        findings: what is broken or odd.
+        findings: what is broken or unusual.
         plan: the command to go on with.
         ports: that the processes of the job have open.
     """

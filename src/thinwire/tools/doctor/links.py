@@ -78,7 +78,7 @@ class Measurements:
 
 
 SMALLEST, LARGEST, LADDER = 1 << 16, 1 << 24, 7  # bytes of the messages, and how many are sent at most
-TARGET = 0.3  # seconds that a message should be under way, so that bursts and start-up do not count
+TARGET = 0.3  # seconds that a message should take, so that bursts and start-up do not count
 RING = 10_000_000  # bytes of the long all-reduce, less where that would take longer than a second or two
 
 
@@ -194,7 +194,7 @@ def _numbers(told: Any, count: int, rank: int) -> list[Any]:
 def look_at_links(
     measured: Measurements, machines: Sequence[Machine], *, params: int | None = None, timeout: float = 120.0
 ) -> list[Finding]:
-    """What is odd about the links.
+    """What is unusual about the links.
 
     Args:
         measured: between the ranks.

@@ -138,7 +138,7 @@ def _address_of(interface: str) -> str | None:
 
 
 def look_at_machine(machine: Machine) -> list[Finding]:
-    """What is broken or odd about a machine by itself."""
+    """What is broken or unusual about a machine by itself."""
     found = []
     if not any(machine.backends.values()):
         found.append(Finding("broken", "this torch has no torch.distributed backend: install a build with gloo or nccl"))
@@ -165,7 +165,7 @@ def _about_interfaces(machine: Machine) -> list[Finding]:
 
 
 def look_at_all(machines: Sequence[Machine]) -> list[Finding]:
-    """What is odd about the machines of a job together, in rank order."""
+    """What is unusual about the machines of a job together, in rank order."""
     found = []
     for package in ("thinwire", "torch", "python"):
         seen = [m.versions[package] for m in machines]

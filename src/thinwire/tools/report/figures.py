@@ -14,7 +14,7 @@ from thinwire.tools.report.comparison import Arm, Comparison
 from thinwire.tools.report.curves import Clock, curves_of, evaluations, round_sizes, steps
 from thinwire.tools.report.drawing import Axes, Drawing, Label, Style, bytes_axis, seconds_axis, write_labels
 
-MOST_LABELS = 12  # more names than that in one figure are read by nobody
+MOST_LABELS = 12  # more names than that in one figure cannot be read
 
 
 def colour_numbers(comparison: Comparison) -> dict[str, int]:

@@ -429,6 +429,87 @@ def test_with_tau_a_round_that_one_worker_cannot_read_is_sent_again(name: str, t
             assert_same(tensors, results[0][1][key], key)
 
 
+def _nothing_finite(model: torch.nn.Module, opt: Any) -> None:
+    """Spoil what this worker sends next."""
+    with torch.no_grad():
+        spoiled = [p.grad for p in model.parameters()] if "param" in opt.replicated else [next(model.parameters())]
+        for t in spoiled:
+            if t is not None:
+                t.fill_(math.nan)
+
+
+def _damaged_and_refused(
+    link: Link, name: str, tau: int, rounds: set[int], steps: int, invalid: set[int]
+) -> tuple[dict[str, list[Tensor]], int, int]:
+    model = model_of()
+    used = Damaged(link, rounds) if link.rank == 2 else link
+    codec = {"demo": DCT(4) >> TopK(5) >> Sign(), "decoupled-diloco": DCT(4) >> TopK(5)}.get(name, Dense(gather=True))
+    extra = {"delay": True} if name == "demo" else {"tau": tau}
+    extra |= {"fragments": 1} if name == "streaming-diloco" else {}
+    opt = build(name, model.parameters(), used, codec=codec, alarm_every=1, **extra)
+    for step in range(1, steps + 1):
+        backward(model, link.rank, step)
+        if step in invalid and link.rank == 0:
+            _nothing_finite(model, opt)
+        opt.step()
+        opt.zero_grad()
+    opt.finish()
+    return shared(opt), opt.aborted_rounds, opt.pending_steps
+
+
+OVERTAKEN = [("demo", 1), ("diloco", 2), ("decoupled-diloco", 2), ("streaming-diloco", 2)]
+
+
+@pytest.mark.parametrize(("name", "tau"), OVERTAKEN)
+def test_with_tau_a_refused_round_is_refused_also_where_its_messages_are_damaged(name: str, tau: int) -> None:
+    invalid = 3 if name == "demo" else 3 * H - 1
+    results = World(3).run(lambda link: _damaged_and_refused(link, name, tau, {3}, 5 * H, {invalid}))
+    for state, aborted, _ in results:
+        assert aborted == 1
+        for key, tensors in state.items():
+            assert_same(tensors, results[0][0][key], key)
+
+
+def test_a_missing_round_is_sent_again_while_other_rounds_are_refused() -> None:
+    refused = set(range(4, 16))
+    results = World(3).run(lambda link: _damaged_and_refused(link, "demo", 1, {3}, 20, refused))
+    for state, aborted, _ in results:
+        assert aborted == len(refused)
+        assert_same(state["param"], results[0][0]["param"])
+
+
+@pytest.mark.parametrize("steps", [3 * H + 2, 3 * H + 3])
+@pytest.mark.parametrize(("name", "tau"), OVERTAKEN[1:])
+def test_all_workers_agree_at_the_end_on_whether_a_last_round_is_due(name: str, tau: int, steps: int) -> None:
+    results = World(3).run(lambda link: _damaged_and_refused(link, name, tau, {3}, steps, set()))
+    for state, aborted, pending in results:
+        assert aborted == pending == 0
+        for key, tensors in state.items():
+            assert_same(tensors, results[0][0][key], key)
+
+
+def test_all_rounds_that_are_missing_at_the_end_are_sent_again() -> None:
+    def worker(link: Link) -> tuple[int, list[Tensor]]:
+        model = torch.nn.ModuleList(torch.nn.Linear(3, 3, bias=False) for _ in range(16))
+        used = Damaged(link, set(range(2, 33))) if link.rank == 1 else link
+        for i, p in enumerate(model.parameters()):
+            p.data.fill_(i)
+        opt = StreamingDiLoCo(adamw(model.parameters()), used, H=16, fragments=16, tau=15, codec=Dense(gather=True))
+        for step in range(1, 33):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, math.sin(step + link.rank))
+            opt.step()
+        while opt.engine.queue:
+            opt.engine._settle()
+        missing = len(opt.engine.resend.kept_back)
+        opt.finish()
+        return missing, snapshot(model)
+
+    (_, expected), (missing, params) = World(2).run(torch.no_grad()(worker))
+    assert missing > 8
+    assert_same(params, expected)
+
+
 def test_with_tau_real_processes_send_a_round_again_too(pool: Pool) -> None:
     simulated, real = (run(_overtaken, 3, "demo", {2}, 1) for run in (_simulated, pool.run))
     for (params, *_), (expected, *_) in zip(real, simulated, strict=True):

@@ -171,16 +171,16 @@ class RoundEngine:
         """The round of the message that was sent first."""
         self._send_again()
         opt, flight = self.opt, self.queue.popleft()
-        self.current = flight
         opt.set_counter("in_flight", len(self.queue))
         opt.set_counter("thinwire_round", flight.number)
-        assert flight.peers is not None
-        opt.due, opt.peers = flight.due, flight.peers
+        self.begin(flight)
         refusal: RoundAborted | None = None
         try:
             try:
                 with self.overflow_named():
                     arrived = self._agree(flight)
+                    if opt.whole_round():  # also where it is kept back: the counter is the same on all workers
+                        opt.set_counter("thinwire_synced", opt.steps)
                     if arrived is not None:
                         self.apply(flight, arrived)
             except RoundAborted as found:
@@ -197,13 +197,15 @@ class RoundEngine:
         if opt.pace is not None:  # `finish()` may end a round in the middle of its steps: quotas change between whole ones
             opt.pace.agree(opt.shards, settle=opt.pace.in_step(opt.steps))
 
+    def begin(self, flight: InFlight) -> None:
+        """Make this the round at hand."""
+        assert flight.peers is not None
+        self.current, self.opt.due, self.opt.peers = flight, flight.due, flight.peers
+
     def apply(self, flight: InFlight, arrived: Arrived) -> None:
         """Apply what all workers apply."""
-        opt, self.current = self.opt, flight
-        assert flight.peers is not None
-        opt.due, opt.peers = flight.due, flight.peers
-        if opt.whole_round():
-            opt.set_counter("thinwire_synced", opt.steps)
+        opt = self.opt
+        self.begin(flight)
         if opt.pace is not None:
             opt.pace.committed()
         opt.committed()

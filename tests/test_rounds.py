@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,7 @@ from thinwire import (
 )
 from thinwire.core.exchange import post
 from thinwire.core.outgoing import Arrived, Outgoing
+from thinwire.core.replicas import resync
 from thinwire.errors import ConfigError, DamagedRound, NonFiniteRound, WireError
 from thinwire.links.base import LinkDecorator, Ticket
 from thinwire.network import Op
@@ -116,6 +119,40 @@ def test_diloco_with_tau_is_streaming_diloco_of_one_fragment(tau: int, merge: st
         assert_same(anchor, a)
         assert_same(params, diloco[0][0])
         assert pending == 0
+
+
+class Watched(LinkDecorator):
+    """A link that knows which of the messages that it has moved are still kept."""
+
+    def __init__(self, link: Link):
+        super().__init__(link)
+        self.rounds: list[weakref.ref[Any]] = []
+
+    def post(self, payload: Payload, op: Op) -> Ticket:
+        ticket = super().post(payload, op)
+        if payload.purpose == "round":
+            self.rounds.append(weakref.ref(ticket))
+        return ticket
+
+
+@pytest.mark.parametrize("tau", [0, 1])
+@pytest.mark.parametrize("name", ["demo", "diloco", "decoupled-diloco"])
+def test_nothing_of_a_round_is_kept_once_it_was_applied(name: str, tau: int) -> None:
+    model, link = model_of(), Watched(SoloLink())
+    opt = _overlapping(name, link, model.parameters(), tau)
+    gradients = []
+    for step in range(1, 2 * H + tau + 1):
+        backward(model, 0, step)
+        opt.step()
+        gradients = [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
+        opt.zero_grad()
+    gc.collect()
+    in_flight = [ticket for ticket in link.rounds if ticket() is not None]
+    assert len(in_flight) == len(opt.engine.queue) == (1 if name == "demo" and tau else 0)
+    assert all(gradient() is None for gradient in gradients)
+    if name == "demo":
+        assert not opt._g
+        assert all(t.is_meta for flight in opt.engine.queue for t in flight.exchange.outgoing.tensors)
 
 
 def _overlapping(name: str, link: Link, params: Any, tau: int) -> Any:
@@ -306,9 +343,10 @@ def test_one_huge_gradient_leaves_nothing_in_any_state_and_training_goes_on(name
 
 
 @pytest.mark.parametrize("bad", first_quick([0, 1, 2]))
+@pytest.mark.parametrize("value", [math.nan, 3e38])
 @pytest.mark.parametrize("name", ["demo", "data-parallel"])
-def test_a_worker_with_nan_in_replicated_parameters_takes_them_from_the_others(
-    name: str, bad: int, caplog: pytest.LogCaptureFixture
+def test_a_worker_with_invalid_numbers_in_replicated_parameters_takes_them_from_the_others(
+    name: str, value: float, bad: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     def worker(link: Link) -> tuple[list[Tensor], int, float]:
         model = model_of()
@@ -316,7 +354,7 @@ def test_a_worker_with_nan_in_replicated_parameters_takes_them_from_the_others(
         train(model, opt, link.rank, 3)
         if link.rank == bad:
             with torch.no_grad():
-                model.second.weight.fill_(math.nan)
+                model.second.weight.fill_(value)
         train(model, opt, link.rank, 5, first=4)
         return snapshot(model), opt.aborted_rounds, opt.drift()
 
@@ -325,7 +363,24 @@ def test_a_worker_with_nan_in_replicated_parameters_takes_them_from_the_others(
         assert all_finite(params)
         assert_same(params, results[0][0])
         assert (aborted, drift) == (1, 0.0)
-    assert f"the replicated state of rank {bad} held NaN or Inf: it was taken from the other workers" in caplog.text
+    assert f"the replicated state of rank {bad} was invalid: it was taken from the other workers" in caplog.text
+
+
+def test_replicated_state_is_taken_from_the_majority_and_never_from_or_by_a_worker_that_is_behind() -> None:
+    def worker(link: Link, values: list[float], behind: int) -> tuple[float, tuple[int, ...]]:
+        state = [torch.full((3,), values[link.rank])]
+        took = resync(link, state, behind=link.rank == behind)
+        return float(state[0][0]), took
+
+    def after(values: list[float], behind: int = -1) -> tuple[list[float], tuple[int, ...]]:
+        results = World(len(values)).run(lambda link: worker(link, values, behind))
+        assert len({took for _, took in results}) == 1
+        return [value for value, _ in results], results[0][1]
+
+    assert after([2.0, math.nan, 1.0, 1.0]) == ([1.0, 1.0, 1.0, 1.0], (0, 1))
+    assert after([2.0, math.nan, 1.0], behind=0) == ([2.0, 1.0, 1.0], (1,))
+    assert after([math.inf, 1.0]) == ([1.0, 1.0], (0,))
+    assert after([2.0, 1.0, 1.0]) == ([2.0, 1.0, 1.0], ())
 
 
 def _lost_parameters(link: Link) -> list[Tensor]:
@@ -427,6 +482,23 @@ def test_with_tau_a_round_that_one_worker_cannot_read_is_sent_again(name: str, t
         assert_same(params, results[0][0])
         for key, tensors in state.items():
             assert_same(tensors, results[0][1][key], key)
+
+
+def test_parameters_may_be_added_while_a_worker_is_behind() -> None:
+    def worker(link: Link) -> list[Tensor]:
+        model, added = model_of(), torch.nn.Parameter(torch.ones(4, 4))
+        used = Damaged(link, {3}) if link.rank == 2 else link
+        opt = DeMo(model.parameters(), used, codec=DCT(4) >> TopK(5) >> Sign(), delay=True)
+        train(model, opt, link.rank, 4)
+        assert opt.engine.resend.missing == (link.rank == 2)
+        opt.add_param_group({"params": [added]})
+        train(model, opt, link.rank, 2, first=5)
+        opt.finish()
+        return snapshot(model)
+
+    results = World(3).run(worker)
+    for params in results:
+        assert_same(params, results[0])
 
 
 def _nothing_finite(model: torch.nn.Module, opt: Any) -> None:

@@ -137,6 +137,7 @@ class Exchange(ABC):
         encoded = chain.encode_slots(out.slots, out.tensors, round=self.round, decay=out.decay, scale=scale)
         if not encoded.finite and scale is not None:  # finite numbers so large that their transform is not: they must not stay
             zero_invalid_(out.slots)
+        self.outgoing = replace(out, tensors=self.like)  # they are in the slots by now: no copy of the model travels along
         self.codec, self.encoded, body = chain, encoded, encoded.payload
         if self.spare:
             data = body.data if self.weight is None else body.data * self.weight

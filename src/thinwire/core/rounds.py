@@ -35,7 +35,7 @@ from thinwire.core.replicas import compare_replicas, resync
 from thinwire.core.resend import Resend
 from thinwire.errors import DamagedRound, Diverged, NonFiniteRound, RoundAborted, WireError
 from thinwire.links.base import Peers
-from thinwire.payload import LARGEST, Payload
+from thinwire.payload import LARGEST, Payload, all_finite
 
 if TYPE_CHECKING:
     from thinwire.core.optimizer import Algorithm
@@ -188,6 +188,7 @@ class RoundEngine:
             if opt.in_pairs and self.policy.on_nonfinite == "raise":
                 refusal = self._refusal_of_any_pair(refusal, flight.number)
             if refusal is not None:
+                flight.exchange = None
                 self.refuse(refusal, number=flight.number)
             else:
                 self._after(flight.number)
@@ -210,6 +211,7 @@ class RoundEngine:
             opt.pace.committed()
         opt.committed()
         opt.apply(replace(arrived, which=flight.which, last=flight.last))
+        flight.exchange = None  # it holds messages as long as the model, and `current` would keep it until the next round
 
     def _agree(self, flight: InFlight) -> Arrived | None:
         """Wait for the messages; what is returned all workers apply. None where it is kept back until it was sent again."""
@@ -305,9 +307,11 @@ class RoundEngine:
     def _resync(self) -> None:
         """Where a worker's replicated state is what is invalid, it takes that of the others."""
         state = [t for tensors in self.opt.replicated_state().values() for t in tensors]
-        if took := resync(self.opt.link, state, any_shard=self.opt.shards.any):
+        invalid = not all_finite(self.opt.params(), LARGEST)
+        how = {"invalid": invalid, "behind": self.tau > 0 and self.resend.missing, "any_shard": self.opt.shards.any}
+        if took := resync(self.opt.link, state, **how):
             names = ", ".join(f"rank {r}" for r in took)
-            log.warning("the replicated state of %s held NaN or Inf: it was taken from the other workers", names)
+            log.warning("the replicated state of %s was invalid: it was taken from the other workers", names)
 
     def _refusal_of_any_pair(self, refusal: RoundAborted | None, number: int) -> RoundAborted | None:
         """Tell all workers of a round that some pair has refused, so that all can raise: one byte from each."""

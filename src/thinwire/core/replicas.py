@@ -26,7 +26,6 @@ from thinwire.links.base import Link
 from thinwire.payload import Payload, all_finite, describe
 from thinwire.sharding.shards import Shards, local
 
-
 _BEHIND = 2  # what a worker says of its replicated state that is neither valid (1) nor invalid (0)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from thinwire.core.exchange import Exchange, Gathered
@@ -120,6 +121,12 @@ class Resend:
         while self.kept_back and (arrived := self.kept_back[0][1]) is not None:
             flight, _ = self.kept_back.popleft()
             self.engine.apply(flight, arrived)
+            self.progress_lost(flight.which)
+
+    def progress_lost(self, which: Sequence[int] | None = None) -> None:
+        """Parameters, all or those with these numbers, were set to what all agree on: told to the rounds kept back."""
+        for later, _ in self.kept_back:
+            later.in_params &= which is not None and set(which).isdisjoint(later.which)
 
     def settle(self) -> None:
         """At the end of training and before a checkpoint: no worker may stay behind. All workers take part."""

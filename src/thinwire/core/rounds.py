@@ -58,7 +58,8 @@ class InFlight:
         which: numbers of the parameters in it: those of a group that was added since are not.
         last: whether it is that of `finish()`, after which all workers shall be equal.
         peers: who takes part.
-        exchange: what to wait for; None after a resume, until it has been sent again.
+        exchange: what to wait for; None after a resume, until it has been sent again, and once it was applied.
+        in_params: whether the parameters still hold the steps that were sent; of a round that is kept back.
     """
 
     number: int
@@ -68,6 +69,7 @@ class InFlight:
     last: bool = False
     peers: Peers | None = None
     exchange: Exchange | None = None
+    in_params: bool = True
 
 
 class RoundEngine:
@@ -300,6 +302,7 @@ class RoundEngine:
             log.warning("%s; training goes on without it", refusal)
         if self.policy.on_abort == "restore" or mine:
             opt.restore()
+            self.resend.progress_lost()
         if given_up is not None:
             raise given_up
         opt.refused(refusal)

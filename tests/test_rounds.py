@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,7 @@ from thinwire import (
 )
 from thinwire.core.exchange import post
 from thinwire.core.outgoing import Arrived, Outgoing
+from thinwire.core.replicas import resync
 from thinwire.errors import ConfigError, DamagedRound, NonFiniteRound, WireError
 from thinwire.links.base import LinkDecorator, Ticket
 from thinwire.network import Op
@@ -116,6 +119,40 @@ def test_diloco_with_tau_is_streaming_diloco_of_one_fragment(tau: int, merge: st
         assert_same(anchor, a)
         assert_same(params, diloco[0][0])
         assert pending == 0
+
+
+class Watched(LinkDecorator):
+    """A link that knows which of the messages that it has moved are still kept."""
+
+    def __init__(self, link: Link):
+        super().__init__(link)
+        self.rounds: list[weakref.ref[Any]] = []
+
+    def post(self, payload: Payload, op: Op) -> Ticket:
+        ticket = super().post(payload, op)
+        if payload.purpose == "round":
+            self.rounds.append(weakref.ref(ticket))
+        return ticket
+
+
+@pytest.mark.parametrize("tau", [0, 1])
+@pytest.mark.parametrize("name", ["demo", "diloco", "decoupled-diloco"])
+def test_nothing_of_a_round_is_kept_once_it_was_applied(name: str, tau: int) -> None:
+    model, link = model_of(), Watched(SoloLink())
+    opt = _overlapping(name, link, model.parameters(), tau)
+    gradients = []
+    for step in range(1, 2 * H + tau + 1):
+        backward(model, 0, step)
+        opt.step()
+        gradients = [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
+        opt.zero_grad()
+    gc.collect()
+    in_flight = [ticket for ticket in link.rounds if ticket() is not None]
+    assert len(in_flight) == len(opt.engine.queue) == (1 if name == "demo" and tau else 0)
+    assert all(gradient() is None for gradient in gradients)
+    if name == "demo":
+        assert not opt._g
+        assert all(t.is_meta for flight in opt.engine.queue for t in flight.exchange.outgoing.tensors)
 
 
 def _overlapping(name: str, link: Link, params: Any, tau: int) -> Any:
@@ -306,9 +343,10 @@ def test_one_huge_gradient_leaves_nothing_in_any_state_and_training_goes_on(name
 
 
 @pytest.mark.parametrize("bad", first_quick([0, 1, 2]))
+@pytest.mark.parametrize("value", [math.nan, 3e38])
 @pytest.mark.parametrize("name", ["demo", "data-parallel"])
-def test_a_worker_with_nan_in_replicated_parameters_takes_them_from_the_others(
-    name: str, bad: int, caplog: pytest.LogCaptureFixture
+def test_a_worker_with_invalid_numbers_in_replicated_parameters_takes_them_from_the_others(
+    name: str, value: float, bad: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     def worker(link: Link) -> tuple[list[Tensor], int, float]:
         model = model_of()
@@ -316,7 +354,7 @@ def test_a_worker_with_nan_in_replicated_parameters_takes_them_from_the_others(
         train(model, opt, link.rank, 3)
         if link.rank == bad:
             with torch.no_grad():
-                model.second.weight.fill_(math.nan)
+                model.second.weight.fill_(value)
         train(model, opt, link.rank, 5, first=4)
         return snapshot(model), opt.aborted_rounds, opt.drift()
 
@@ -325,7 +363,24 @@ def test_a_worker_with_nan_in_replicated_parameters_takes_them_from_the_others(
         assert all_finite(params)
         assert_same(params, results[0][0])
         assert (aborted, drift) == (1, 0.0)
-    assert f"the replicated state of rank {bad} held NaN or Inf: it was taken from the other workers" in caplog.text
+    assert f"the replicated state of rank {bad} was invalid: it was taken from the other workers" in caplog.text
+
+
+def test_replicated_state_is_taken_from_the_majority_and_never_from_or_by_a_worker_that_is_behind() -> None:
+    def worker(link: Link, values: list[float], behind: int) -> tuple[float, tuple[int, ...]]:
+        state = [torch.full((3,), values[link.rank])]
+        took = resync(link, state, behind=link.rank == behind)
+        return float(state[0][0]), took
+
+    def after(values: list[float], behind: int = -1) -> tuple[list[float], tuple[int, ...]]:
+        results = World(len(values)).run(lambda link: worker(link, values, behind))
+        assert len({took for _, took in results}) == 1
+        return [value for value, _ in results], results[0][1]
+
+    assert after([2.0, math.nan, 1.0, 1.0]) == ([1.0, 1.0, 1.0, 1.0], (0, 1))
+    assert after([2.0, math.nan, 1.0], behind=0) == ([2.0, 1.0, 1.0], (1,))
+    assert after([math.inf, 1.0]) == ([1.0, 1.0], (0,))
+    assert after([2.0, 1.0, 1.0]) == ([2.0, 1.0, 1.0], ())
 
 
 def _lost_parameters(link: Link) -> list[Tensor]:
@@ -427,6 +482,125 @@ def test_with_tau_a_round_that_one_worker_cannot_read_is_sent_again(name: str, t
         assert_same(params, results[0][0])
         for key, tensors in state.items():
             assert_same(tensors, results[0][1][key], key)
+
+
+@pytest.mark.parametrize("rounds", [{2}, {2, 3}, {2, 4}], ids=str)
+@pytest.mark.parametrize("name", ["diloco", "decoupled-diloco", "streaming-diloco"])
+def test_the_steps_of_a_worker_that_is_behind_are_not_counted_twice(name: str, rounds: set[int]) -> None:
+    def worker(link: Link) -> float:
+        x = torch.nn.Parameter(torch.zeros(8))
+        used = Damaged(link, rounds) if link.rank == 2 else link
+        plain: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "codec": Dense(gather=True), "tau": 1}
+        plain |= {"streaming-diloco": {"fragments": 1}, "decoupled-diloco": {"beta": 1.0, "over": "workers"}}.get(name, {})
+        opt = build(name, [x], used, inner=lambda params: torch.optim.SGD(params, lr=1.0), **plain)
+        for _ in range(5 * H):
+            x.grad = torch.full_like(x, -1.0 if link.rank == 2 else 0.0)
+            opt.step()
+        opt.finish()
+        return 3 * float(x.detach()[0])
+
+    first, *others = World(3).run(worker)
+    assert others == [first, first]
+    # One step in each round is made while it travels, and dropped; the worker that is behind keeps it.
+    assert first == pytest.approx(4 * H + (2 if rounds == {2, 4} else 1), abs=1e-4)
+
+
+def test_parameters_may_be_added_while_a_worker_is_behind() -> None:
+    def worker(link: Link) -> list[Tensor]:
+        model, added = model_of(), torch.nn.Parameter(torch.ones(4, 4))
+        used = Damaged(link, {3}) if link.rank == 2 else link
+        opt = DeMo(model.parameters(), used, codec=DCT(4) >> TopK(5) >> Sign(), delay=True)
+        train(model, opt, link.rank, 4)
+        assert opt.engine.resend.missing == (link.rank == 2)
+        opt.add_param_group({"params": [added]})
+        train(model, opt, link.rank, 2, first=5)
+        opt.finish()
+        return snapshot(model)
+
+    results = World(3).run(worker)
+    for params in results:
+        assert_same(params, results[0])
+
+
+def _nothing_finite(model: torch.nn.Module, opt: Any) -> None:
+    """Spoil what this worker sends next."""
+    with torch.no_grad():
+        spoiled = [p.grad for p in model.parameters()] if "param" in opt.replicated else [next(model.parameters())]
+        for t in spoiled:
+            if t is not None:
+                t.fill_(math.nan)
+
+
+def _damaged_and_refused(
+    link: Link, name: str, tau: int, rounds: set[int], steps: int, invalid: set[int]
+) -> tuple[dict[str, list[Tensor]], int, int]:
+    model = model_of()
+    used = Damaged(link, rounds) if link.rank == 2 else link
+    codec = {"demo": DCT(4) >> TopK(5) >> Sign(), "decoupled-diloco": DCT(4) >> TopK(5)}.get(name, Dense(gather=True))
+    extra = {"delay": True} if name == "demo" else {"tau": tau}
+    extra |= {"fragments": 1} if name == "streaming-diloco" else {}
+    opt = build(name, model.parameters(), used, codec=codec, alarm_every=1, **extra)
+    for step in range(1, steps + 1):
+        backward(model, link.rank, step)
+        if step in invalid and link.rank == 0:
+            _nothing_finite(model, opt)
+        opt.step()
+        opt.zero_grad()
+    opt.finish()
+    return shared(opt), opt.aborted_rounds, opt.pending_steps
+
+
+OVERTAKEN = [("demo", 1), ("diloco", 2), ("decoupled-diloco", 2), ("streaming-diloco", 2)]
+
+
+@pytest.mark.parametrize(("name", "tau"), OVERTAKEN)
+def test_with_tau_a_refused_round_is_refused_also_where_its_messages_are_damaged(name: str, tau: int) -> None:
+    invalid = 3 if name == "demo" else 3 * H - 1
+    results = World(3).run(lambda link: _damaged_and_refused(link, name, tau, {3}, 5 * H, {invalid}))
+    for state, aborted, _ in results:
+        assert aborted == 1
+        for key, tensors in state.items():
+            assert_same(tensors, results[0][0][key], key)
+
+
+def test_a_missing_round_is_sent_again_while_other_rounds_are_refused() -> None:
+    refused = set(range(4, 16))
+    results = World(3).run(lambda link: _damaged_and_refused(link, "demo", 1, {3}, 20, refused))
+    for state, aborted, _ in results:
+        assert aborted == len(refused)
+        assert_same(state["param"], results[0][0]["param"])
+
+
+@pytest.mark.parametrize("steps", [3 * H + 2, 3 * H + 3])
+@pytest.mark.parametrize(("name", "tau"), OVERTAKEN[1:])
+def test_all_workers_agree_at_the_end_on_whether_a_last_round_is_due(name: str, tau: int, steps: int) -> None:
+    results = World(3).run(lambda link: _damaged_and_refused(link, name, tau, {3}, steps, set()))
+    for state, aborted, pending in results:
+        assert aborted == pending == 0
+        for key, tensors in state.items():
+            assert_same(tensors, results[0][0][key], key)
+
+
+def test_all_rounds_that_are_missing_at_the_end_are_sent_again() -> None:
+    def worker(link: Link) -> tuple[int, list[Tensor]]:
+        model = torch.nn.ModuleList(torch.nn.Linear(3, 3, bias=False) for _ in range(16))
+        used = Damaged(link, set(range(2, 33))) if link.rank == 1 else link
+        for i, p in enumerate(model.parameters()):
+            p.data.fill_(i)
+        opt = StreamingDiLoCo(adamw(model.parameters()), used, H=16, fragments=16, tau=15, codec=Dense(gather=True))
+        for step in range(1, 33):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, math.sin(step + link.rank))
+            opt.step()
+        while opt.engine.queue:
+            opt.engine._settle()
+        missing = len(opt.engine.resend.kept_back)
+        opt.finish()
+        return missing, snapshot(model)
+
+    (_, expected), (missing, params) = World(2).run(torch.no_grad()(worker))
+    assert missing > 8
+    assert_same(params, expected)
 
 
 def test_with_tau_real_processes_send_a_round_again_too(pool: Pool) -> None:

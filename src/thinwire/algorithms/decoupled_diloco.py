@@ -21,7 +21,7 @@ the inner optimizer's state, three with mu > 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, Self, Unpack
 
 import torch
@@ -132,22 +132,25 @@ class DecoupledDiLoCo(Wrapper):
 
     def send(self) -> Outgoing:
         """The fast part of beta m_i + D_i, which is made aside: the round may yet be refused."""
-        return self._outgoing(torch._foreach_add(torch._foreach_mul(self.slot("momentum"), self.beta), self._differences()))
+        return self._outgoing(self.differences(self.which(self.due)))  # D_i <- a - x_i
 
     def send_again(self) -> Outgoing:
         """The same once more: x_i has moved on."""
-        return self._outgoing([fed.clone() for fed in self.slot("outgoing")])
+        return self._outgoing([D.clone() for D in self.slot("outgoing")])
 
-    def _outgoing(self, fed: Sequence[Tensor]) -> Outgoing:
-        return self.outgoing(fed, want_sent=True, mean=self.mean, weight=self.work())  # q_i <- C(beta m_i + D_i)
-
-    def _differences(self) -> list[Tensor]:
-        return [a - x for a, x in zip(self.slot("anchor"), self.params(), strict=True)]  # D_i <- a - x_i
+    def _outgoing(self, D: list[Tensor]) -> Outgoing:
+        m = self.slot("momentum")
+        for flight, exchange in self.unread_rounds():  # m_i as those rounds will leave it
+            for i, fed, sent in zip(flight.which, exchange.outgoing.tensors, exchange.sent, strict=True):
+                m[i] = fed - sent
+        fed = torch._foreach_add(torch._foreach_mul(m, self.beta), D)
+        how = {"mean": self.mean, "weight": self.work(), "source": D if self.engine.tau else None}
+        return self.outgoing(fed, want_sent=True, **how)  # q_i <- C(beta m_i + D_i)
 
     def apply(self, arrived: Arrived) -> None:
         """The outer step."""
         x, a, m, velocity = (self.part(name, arrived.which) for name in ("param", "anchor", "momentum", "velocity"))
-        D = self._differences() if self.mode == "published" else []
+        D = self.differences(arrived.which) if self.mode == "published" else []
         fed, Q = arrived.outgoing.tensors, arrived.mean  # Q <- mean_i q_i
         if arrived.included:
             torch._foreach_sub_(fed, arrived.sent)

@@ -88,11 +88,11 @@ class DiLoCo(Wrapper):
 
     def send(self) -> Outgoing:
         """How far this worker went."""
-        return self._outgoing([a - x for a, x in zip(self.slot("anchor"), self.params(), strict=True)])  # D_i <- a - x_i
+        return self._outgoing(self.differences(self.which(self.due)))  # D_i <- a - x_i
 
     def send_again(self) -> Outgoing:
         """The same once more: x_i has moved on."""
-        return self._outgoing(self.slot("outgoing"))
+        return self._outgoing([D.clone() for D in self.slot("outgoing")])
 
     def _outgoing(self, D: list[Tensor]) -> Outgoing:
         given, codec = self.merge.outgoing(D, self.shards), self.merge.codec(self.codec, len(D))

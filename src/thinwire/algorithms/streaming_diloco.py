@@ -95,12 +95,11 @@ class StreamingDiLoCo(Fragments, Wrapper):
 
     def send(self) -> Outgoing:
         """How far this worker went in the parameters of the fragments that are due."""
-        x, a = (self.part(name, self.which(self.due)) for name in ("param", "anchor"))
-        return self._outgoing([a_ - x_ for a_, x_ in zip(a, x, strict=True)])  # D_i <- a - x_i
+        return self._outgoing(self.differences(self.which(self.due)))  # D_i <- a - x_i
 
     def send_again(self) -> Outgoing:
         """The same once more: x_i has moved on."""
-        return self._outgoing(self.part("outgoing", self.which(self.due)))
+        return self._outgoing([D.clone() for D in self.part("outgoing", self.which(self.due))])
 
     def _outgoing(self, D: list[Tensor]) -> Outgoing:
         return self.outgoing(self.merge.outgoing(D, self.shards), codec=self.merge.codec(self.codec, len(D)), source=D)

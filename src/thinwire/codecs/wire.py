@@ -240,9 +240,13 @@ def _unseal(message: Payload, fingerprint: int, round: int, sender: int, nbytes:
     return message.like(body), Envelope(name, weight, bool(flags & _INVALID), state, bool(flags & _MISSING))
 
 
-def asks_again(message: Payload) -> bool:
-    """Whether the sender asks for an earlier round, as far as the header can be read; the rest may be damaged."""
-    head = message.data[:HEADER_NBYTES].cpu().numpy().tobytes()
+def read_flags(message: Payload, *, round: int) -> tuple[bool, bool]:
+    """Whether the sender says that its contribution is invalid, and whether it asks for an earlier round.
+
+    As far as the header can be read and is of this round; the rest may be damaged.
+    """
+    head = message.raw()[:HEADER_NBYTES].cpu().numpy().tobytes()
     if len(head) < HEADER_NBYTES or zlib.crc32(head[:-4] + bytes(4)) != int.from_bytes(head[-4:], "little"):
-        return False
-    return bool(_HEADER.unpack(head)[2] & _MISSING)
+        return False, False
+    _, _, flags, _, _, number, *_ = _HEADER.unpack(head)
+    return (bool(flags & _INVALID), bool(flags & _MISSING)) if number == round else (False, False)

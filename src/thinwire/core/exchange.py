@@ -27,7 +27,7 @@ from torch import Tensor
 from thinwire.codecs.base import Messages
 from thinwire.codecs.chain import Chain, Encoded
 from thinwire.codecs.dense import Dense
-from thinwire.codecs.wire import PART_NBYTES, Envelope, asks_again, fingerprint, seal, unseal
+from thinwire.codecs.wire import PART_NBYTES, Envelope, fingerprint, read_flags, seal, unseal
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.errors import NonFiniteRound, WireError, check_whole_number
 from thinwire.links.base import Link, Peers
@@ -94,6 +94,10 @@ class Exchange(ABC):
     def _decode(self, bodies: list[Payload], weights: list[float] | None) -> tuple[Arrived, bool]:
         """What arrived, and whether it is finite."""
 
+    def _told_invalid(self, payloads: list[Payload]) -> list[int]:  # noqa: ARG002
+        """Of messages that cannot be read as a whole: ids of those who say that their contribution is invalid."""
+        return []
+
     @property
     def spare(self) -> int:
         """Numbers that are sent behind the values."""
@@ -133,6 +137,7 @@ class Exchange(ABC):
         encoded = chain.encode_slots(out.slots, out.tensors, round=self.round, decay=out.decay, scale=scale)
         if not encoded.finite and scale is not None:  # finite numbers so large that their transform is not: they must not stay
             zero_invalid_(out.slots)
+        self.outgoing = replace(out, tensors=self.like)  # they are in the slots by now: no copy of the model travels along
         self.codec, self.encoded, body = chain, encoded, encoded.payload
         if self.spare:
             data = body.data if self.weight is None else body.data * self.weight
@@ -158,8 +163,9 @@ class Exchange(ABC):
             if not culprits:
                 arrived, finite = self._decode(bodies, weights)
                 result, culprits = [arrived], [] if finite else [-1]
-        except WireError as found:
-            error = found
+        except WireError as found:  # a round that is refused in somebody's name is so also where the rest is damaged
+            culprits = self._told_invalid(payloads)
+            error = None if culprits else found
         if not self.any_shard(error is not None or bool(culprits)):
             return result[0]
         if self.any_shard(error is not None):
@@ -266,7 +272,10 @@ class Gathered(Exchange):
     @property
     def asked(self) -> bool:
         """Whether a worker asks for an earlier round again, once the messages are there."""
-        return any(asks_again(p) for p in self.ticket.wait())
+        return any(read_flags(p, round=self.round)[1] for p in self.ticket.wait())
+
+    def _told_invalid(self, payloads: list[Payload]) -> list[int]:
+        return [p.sender for p in payloads if p.sender is not None and read_flags(p, round=self.round)[0]]
 
     def _decode_each(self, bodies: list[Payload]) -> list[list[Tensor]]:
         """The tensors of each message; one with a value that is not finite is refused in its sender's name."""

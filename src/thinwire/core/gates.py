@@ -213,6 +213,7 @@ def tell_all(link: Link, said: dict[str, V], kind: type[V]) -> dict[str, V]:
 def handshake_once(optimizer: Algorithm) -> None:
     """Compare fingerprints once, at the first step: a wrong setting is found before H steps are spent on it."""
     if not optimizer.handshake_done:
+        optimizer.engine.settle_missing()  # a worker that is behind for a while would seem to differ
         buffers = optimizer.buffer_average.starting if optimizer.steps == 0 else 0
         handshake(optimizer.link, optimizer.fingerprint(), any_shard=optimizer.shards.any, buffers=buffers)
         optimizer.handshake_done = True

@@ -26,6 +26,8 @@ from thinwire.links.base import Link
 from thinwire.payload import Payload, all_finite, describe
 from thinwire.sharding.shards import Shards, local
 
+_BEHIND = 2  # what a worker says of its replicated state that is neither valid (1) nor invalid (0)
+
 
 def compare_replicas(link: Link, hashes: Mapping[str, int], *, round: int, any_shard: AnyShard = alone) -> None:
     """Check that what must be bit-equal on all workers is.
@@ -54,31 +56,37 @@ def compare_replicas(link: Link, hashes: Mapping[str, int], *, round: int, any_s
     raise Diverged(f"round {round}: replicas are no longer bit-equal: {'; '.join(parts) or 'on another shard'} vs rank 0")
 
 
-def resync(link: Link, tensors: Sequence[Tensor], *, any_shard: AnyShard = alone) -> tuple[int, ...]:
+def resync(
+    link: Link, tensors: Sequence[Tensor], *, invalid: bool = False, behind: bool = False, any_shard: AnyShard = alone
+) -> tuple[int, ...]:
     """Give replicated state to the workers that have lost it: those with NaN or Inf in it take that of the majority.
 
-    One byte per worker where no worker has lost anything.
+    So do those that differ from a majority, which is looked at only where a worker has NaN or Inf. One byte per worker where
+    no worker has lost anything.
 
     Args:
         link: the wire.
         tensors: this worker's copy of what is bit-equal on all workers, or its shards of it; overwritten where it is invalid.
+        invalid: whether this worker knows that its copy is invalid.
+        behind: this worker has yet to apply what the others have: its copy is right, but no longer theirs.
         any_shard: see `Exchange`.
 
     Returns:
         The ranks that took it; empty also where no worker has anything valid to give.
     """
-    valid = not any_shard(not all_finite(tensors))
-    told = [p.to_bytes() for p in link.all_gather(Payload.of_bytes(bytes([valid]), purpose="resync", fixed=True))]
-    good = [rank for rank, answer in enumerate(told) if answer == b"\x01"]
-    bad = tuple(rank for rank in range(len(told)) if rank not in good)
+    said = _BEHIND if behind else int(not any_shard(invalid or not all_finite(tensors)))
+    told = [p.to_bytes()[0] for p in link.all_gather(Payload.of_bytes(bytes([said]), purpose="resync", fixed=True))]
+    good, bad = ([rank for rank, answer in enumerate(told) if answer == wanted] for wanted in (1, 0))
     if not good or not bad:
         return ()
     mine = torch.tensor([hash_tensors(tensors)])
     hashes = [p.to_bytes() for p in link.all_gather(Payload(mine.view(torch.uint8), purpose="resync"))]
-    ((majority, _),) = Counter(hashes[rank] for rank in good).most_common(1)
+    ((majority, count),) = Counter(hashes[rank] for rank in good).most_common(1)
     source = next(rank for rank in good if hashes[rank] == majority)
-    copy_from(link, tensors, source, keep=valid)
-    return bad
+    if 2 * count > len(good):
+        bad += [rank for rank in good if hashes[rank] != majority]
+    copy_from(link, tensors, source, keep=link.peers().rank not in bad)
+    return tuple(sorted(bad))
 
 
 def copy_from(link: Link, tensors: Sequence[Tensor], source: int, *, keep: bool = False) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from thinwire.core.exchange import Exchange, Gathered
 from thinwire.core.outgoing import Arrived
-from thinwire.errors import WireError
+from thinwire.errors import NonFiniteRound, RoundAborted, WireError
 from thinwire.payload import Payload
 
 if TYPE_CHECKING:
@@ -59,18 +60,25 @@ class Resend:
 
     def receive(self, flight: InFlight) -> Arrived | None:
         """Wait for a round; None where it is kept back, because it or an earlier one could not be read."""
-        exchange, arrived = flight.exchange, None
+        exchange, arrived, refusal = flight.exchange, None, None
         assert isinstance(exchange, Gathered)
+        messages = exchange.ticket.wait()
         try:
-            arrived = exchange.wait()
-        except WireError as error:
-            log.warning("round %d could not be read and is asked for again: %s", flight.number, error)
-        self.engine.opt.link.commit()
-        if arrived is None or self.kept_back:
+            try:
+                arrived = exchange.read(messages)
+            except WireError as error:
+                log.warning("round %d could not be read and is asked for again: %s", flight.number, error)
+            self.engine.opt.link.commit()
+        except RoundAborted as found:  # on all workers
+            refusal = found
+        if refusal is None and (arrived is None or self.kept_back):
             self.kept_back.append((flight, arrived))
             arrived = None
-        if exchange.asked:
+        if exchange.asked:  # also in a refused round, or nobody might keep the messages long enough
             self.exchange_missing()
+            self.engine.begin(flight)
+        if refusal is not None:
+            raise refusal
         return arrived
 
     def exchange_missing(self) -> bool:
@@ -99,6 +107,10 @@ class Resend:
         try:
             self.kept_back[0] = (flight, flight.exchange.read(messages))
             self._tries = 0
+        except NonFiniteRound as refusal:  # the others, who could read it, have refused it
+            log.warning("%s", refusal)
+            self.kept_back.popleft()
+            self.engine.aborted += 1
         except WireError:
             self._tries += 1
             if self._tries >= MOST_TRIES:
@@ -109,12 +121,17 @@ class Resend:
         while self.kept_back and (arrived := self.kept_back[0][1]) is not None:
             flight, _ = self.kept_back.popleft()
             self.engine.apply(flight, arrived)
+            self.progress_lost(flight.which)
+
+    def progress_lost(self, which: Sequence[int] | None = None) -> None:
+        """Parameters, all or those with these numbers, were set to what all agree on: told to the rounds kept back."""
+        for later, _ in self.kept_back:
+            later.in_params &= which is not None and set(which).isdisjoint(later.which)
 
     def settle(self) -> None:
         """At the end of training and before a checkpoint: no worker may stay behind. All workers take part."""
-        tries = 0
-        while self.exchange_missing() and tries < 2 * MOST_TRIES:
-            tries += 1
+        while self.exchange_missing():  # the last time nobody asks; a round that cannot be read raises after a few tries
+            pass
 
     def reset(self) -> None:
         """Forget all of it."""

@@ -35,7 +35,7 @@ from thinwire.core.replicas import compare_replicas, resync
 from thinwire.core.resend import Resend
 from thinwire.errors import DamagedRound, Diverged, NonFiniteRound, RoundAborted, WireError
 from thinwire.links.base import Peers
-from thinwire.payload import LARGEST, Payload
+from thinwire.payload import LARGEST, Payload, all_finite
 
 if TYPE_CHECKING:
     from thinwire.core.optimizer import Algorithm
@@ -58,7 +58,8 @@ class InFlight:
         which: numbers of the parameters in it: those of a group that was added since are not.
         last: whether it is that of `finish()`, after which all workers are equal.
         peers: who takes part.
-        exchange: what to wait for; None after a resume, until it has been sent again.
+        exchange: what to wait for; None after a resume, until it has been sent again, and once it was applied.
+        in_params: whether the parameters still hold the steps that were sent; of a round that is kept back.
     """
 
     number: int
@@ -68,6 +69,7 @@ class InFlight:
     last: bool = False
     peers: Peers | None = None
     exchange: Exchange | None = None
+    in_params: bool = True
 
 
 class RoundEngine:
@@ -171,16 +173,16 @@ class RoundEngine:
         """The round of the message that was sent first."""
         self._send_again()
         opt, flight = self.opt, self.queue.popleft()
-        self.current = flight
         opt.set_counter("in_flight", len(self.queue))
         opt.set_counter("thinwire_round", flight.number)
-        assert flight.peers is not None
-        opt.due, opt.peers = flight.due, flight.peers
+        self.begin(flight)
         refusal: RoundAborted | None = None
         try:
             try:
                 with self.overflow_named():
                     arrived = self._agree(flight)
+                    if opt.whole_round():  # also where it is kept back: the counter is the same on all workers
+                        opt.set_counter("thinwire_synced", opt.steps)
                     if arrived is not None:
                         self.apply(flight, arrived)
             except RoundAborted as found:
@@ -188,6 +190,7 @@ class RoundEngine:
             if opt.in_pairs and self.policy.on_nonfinite == "raise":
                 refusal = self._refusal_of_any_pair(refusal, flight.number)
             if refusal is not None:
+                flight.exchange = None
                 self.refuse(refusal, number=flight.number)
             else:
                 self._after(flight.number)
@@ -197,17 +200,20 @@ class RoundEngine:
         if opt.pace is not None:  # `finish()` may end a round in the middle of its steps: quotas change between whole ones
             opt.pace.agree(opt.shards, settle=opt.pace.in_step(opt.steps))
 
+    def begin(self, flight: InFlight) -> None:
+        """Make this the round at hand."""
+        assert flight.peers is not None
+        self.current, self.opt.due, self.opt.peers = flight, flight.due, flight.peers
+
     def apply(self, flight: InFlight, arrived: Arrived) -> None:
         """Apply what all workers apply."""
-        opt, self.current = self.opt, flight
-        assert flight.peers is not None
-        opt.due, opt.peers = flight.due, flight.peers
-        if opt.whole_round():
-            opt.set_counter("thinwire_synced", opt.steps)
+        opt = self.opt
+        self.begin(flight)
         if opt.pace is not None:
             opt.pace.committed()
         opt.committed()
         opt.apply(replace(arrived, which=flight.which, last=flight.last))
+        flight.exchange = None  # it holds messages as long as the model, and `current` would keep it until the next round
 
     def _agree(self, flight: InFlight) -> Arrived | None:
         """Wait for the messages; what is returned all workers apply. None where it is kept back until it was sent again."""
@@ -296,6 +302,7 @@ class RoundEngine:
             log.warning("%s; training goes on without it", refusal)
         if self.policy.on_abort == "restore" or mine:
             opt.restore()
+            self.resend.progress_lost()
         if given_up is not None:
             raise given_up
         opt.refused(refusal)
@@ -303,9 +310,11 @@ class RoundEngine:
     def _resync(self) -> None:
         """Where a worker's replicated state is what is invalid, it takes that of the others."""
         state = [t for tensors in self.opt.replicated_state().values() for t in tensors]
-        if took := resync(self.opt.link, state, any_shard=self.opt.shards.any):
+        invalid = not all_finite(self.opt.params(), LARGEST)
+        how = {"invalid": invalid, "behind": self.tau > 0 and self.resend.missing, "any_shard": self.opt.shards.any}
+        if took := resync(self.opt.link, state, **how):
             names = ", ".join(f"rank {r}" for r in took)
-            log.warning("the replicated state of %s held NaN or Inf: it was taken from the other workers", names)
+            log.warning("the replicated state of %s was invalid: it was taken from the other workers", names)
 
     def _refusal_of_any_pair(self, refusal: RoundAborted | None, number: int) -> RoundAborted | None:
         """Tell all workers of a round that some pair has refused, so that all can raise: one byte from each."""

@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.codecs import Codec
+from thinwire.core.exchange import Exchange
 from thinwire.core.optimizer import Algorithm, PolicyOptions, Start
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.pace import Pace
+from thinwire.core.rounds import InFlight
 from thinwire.core.slots import overwrite
 from thinwire.errors import ConfigError, check_choice, check_whole_number
 from thinwire.links.base import Link
@@ -115,6 +117,23 @@ class Wrapper(Algorithm):
         """Keep what is sent in the slot "outgoing", as `send_again` reads it."""
         sent = outgoing.tensors if outgoing.source is None else outgoing.source
         overwrite(self.part("outgoing", self.which(self.due)), sent)
+
+    def differences(self, which: Sequence[int]) -> list[Tensor]:
+        """D_i <- a - x_i of the parameters with these numbers: how far this worker went.
+
+        Without what it has sent in rounds that it could not read yet: those are applied later, and would count twice.
+        """
+        D = {i: a - x for i, a, x in zip(which, self.part("anchor", which), self.part("param", which), strict=True)}
+        for flight, exchange in self.unread_rounds():
+            for i, sent in zip(flight.which, exchange.outgoing.source or (), strict=True):
+                if i in D and flight.in_params:
+                    D[i].sub_(sent)
+        return list(D.values())
+
+    def unread_rounds(self) -> list[tuple[InFlight, Exchange]]:
+        """Rounds with a message of this worker that it could not read yet, oldest first."""
+        kept_back = self.engine.resend.kept_back if self.engine.tau else ()
+        return [(f, f.exchange) for f, got in kept_back if f.exchange and (got is None or got.included)]
 
     def follow(self, arrived: Arrived, *, before: Sequence[Tensor]) -> None:
         """Give the parameters the values of the anchor: x_i <- a'.

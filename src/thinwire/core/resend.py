@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("thinwire")
 
+MOST_REQUESTS = 64  # at once: a worker has a few rounds to catch up with, and a few tries for each
 MOST_TRIES = 3  # times that a round is asked for: what is damaged so often was wrong when it was sent
 
 
@@ -130,8 +131,10 @@ class Resend:
 
     def settle(self) -> None:
         """At the end of training and before a checkpoint: no worker may stay behind. All workers take part."""
-        while self.exchange_missing():  # the last time nobody asks; a round that cannot be read raises after a few tries
-            pass
+        for _ in range(MOST_REQUESTS):
+            if not self.exchange_missing():
+                return
+        raise WireError(f"rounds were asked for {MOST_REQUESTS} times one after the other, which no honest worker does")
 
     def reset(self) -> None:
         """Forget all of it."""

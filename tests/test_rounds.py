@@ -99,6 +99,23 @@ def test_a_round_asks_once_who_takes_part_and_never_again(name: str) -> None:
     assert link.asked - before == opt.rounds + len(opt.engine.queue) - rounds > 0
 
 
+class Growing(LinkDecorator):
+    """A link of one worker more each time it is asked."""
+
+    members = 0
+
+    def peers(self) -> Peers:
+        self.members += 1
+        return Peers(0, tuple(range(self.members)), tuple(range(self.members)))
+
+
+def test_to_ask_how_long_messages_are_does_not_touch_the_round_at_hand() -> None:
+    opt = DiLoCo(adamw(model_of().parameters()), Growing(SoloLink()), H=H)
+    before = opt.peers, opt.due
+    assert opt.message_nbytes() < opt.message_nbytes(), "one number for each worker"
+    assert (opt.peers, opt.due) == before
+
+
 # --- Overlap ---------------------------------------------------------------------------------------------------------------
 
 

@@ -554,7 +554,7 @@ def _damaged_and_refused(
     model = model_of()
     used = Damaged(link, rounds) if link.rank == 2 else link
     codec = {"demo": DCT(4) >> TopK(5) >> Sign(), "decoupled-diloco": DCT(4) >> TopK(5)}.get(name, Dense(gather=True))
-    extra = {"delay": True} if name == "demo" else {"tau": tau}
+    extra: dict[str, Any] = {"delay": True} if name == "demo" else {"tau": tau}
     extra |= {"fragments": 1} if name == "streaming-diloco" else {}
     opt = build(name, model.parameters(), used, codec=codec, alarm_every=1, **extra)
     for step in range(1, steps + 1):

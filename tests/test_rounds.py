@@ -99,6 +99,23 @@ def test_a_round_asks_once_who_takes_part_and_never_again(name: str) -> None:
     assert link.asked - before == opt.rounds + len(opt.engine.queue) - rounds > 0
 
 
+class Growing(LinkDecorator):
+    """A link of one worker more each time it is asked."""
+
+    members = 0
+
+    def peers(self) -> Peers:
+        self.members += 1
+        return Peers(0, tuple(range(self.members)), tuple(range(self.members)))
+
+
+def test_to_ask_how_long_messages_are_does_not_touch_the_round_at_hand() -> None:
+    opt = DiLoCo(adamw(model_of().parameters()), Growing(SoloLink()), H=H)
+    before = opt.peers, opt.due
+    assert opt.message_nbytes() < opt.message_nbytes(), "one number for each worker"
+    assert (opt.peers, opt.due) == before
+
+
 # --- Overlap ---------------------------------------------------------------------------------------------------------------
 
 
@@ -537,7 +554,7 @@ def _damaged_and_refused(
     model = model_of()
     used = Damaged(link, rounds) if link.rank == 2 else link
     codec = {"demo": DCT(4) >> TopK(5) >> Sign(), "decoupled-diloco": DCT(4) >> TopK(5)}.get(name, Dense(gather=True))
-    extra = {"delay": True} if name == "demo" else {"tau": tau}
+    extra: dict[str, Any] = {"delay": True} if name == "demo" else {"tau": tau}
     extra |= {"fragments": 1} if name == "streaming-diloco" else {}
     opt = build(name, model.parameters(), used, codec=codec, alarm_every=1, **extra)
     for step in range(1, steps + 1):

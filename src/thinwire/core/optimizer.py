@@ -181,17 +181,18 @@ class Algorithm(SlotOptimizer):
 
     def message_sizes(self) -> list[int]:
         """Length in bytes of one worker's message of each kind of round; of a full one where there are no fragments."""
-        messages = [self.message_of(due) for due in self.kinds_of_rounds()]
-        return [0 if out is None else out.nbytes(self.peers.size) for out in messages]
+        messages, workers = [self.message_of(due) for due in self.kinds_of_rounds()], self.link.peers().size
+        return [0 if out is None else out.nbytes(workers) for out in messages]
 
     @torch.no_grad()
     def message_of(self, due: tuple[int, ...]) -> Outgoing | None:
         """What this worker would send in a round in which these states or fragments are due; None of an empty fragment."""
-        before, self.due, self.peers = self.due, due, self.link.peers()
+        before = self.due, self.peers
+        self.due, self.peers = due, self.link.peers()
         try:
             return self.send() if self.which(due) else None
         finally:
-            self.due = before
+            self.due, self.peers = before
 
     def kinds_of_rounds(self) -> list[tuple[int, ...]]:
         """What is due in each of the rounds in which everything is sent once; one full round for most."""

@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.conformance.training import assert_same, model_of, sgd, train
 from tests.processes import Pool
+from tests.tiers import first_quick
 from thinwire import DataParallel, Dense, DiLoCo, Link, Metered, World
 from thinwire.links import TorchLink
 from thinwire.links.ddp import MeteredDDP
@@ -58,7 +59,7 @@ def _sent(link: TorchLink, H: int) -> tuple[int, int, int]:
     return theirs, ours, 4 * link.size
 
 
-@pytest.mark.parametrize("H", [1, 5, 32])
+@pytest.mark.parametrize("H", first_quick([5, 1, 32]))
 def test_d7_bytes_are_those_of_ddp_divided_by_h(H: int, pool: Pool) -> None:
     for theirs, ours, status in pool.run(_sent, 2, H):
         assert (ours - status) * H == theirs

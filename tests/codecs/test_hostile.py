@@ -132,7 +132,7 @@ HEADERS = {
     "magic": (0, b"THNV", "wrong magic: b'THNV' instead of b'THNW'"),
     "an older version": (4, b"\x01", "wire version 1, where this thinwire reads version 2"),
     "a newer version": (4, b"\x03", "wire version 3, where this thinwire reads version 2"),
-    "an unknown flag": (5, b"\x02", "unknown flags: 0x02"),
+    "an unknown flag": (5, b"\x04", "unknown flags: 0x04"),
     "an unknown flag beside a known one": (5, b"\x81", "unknown flags: 0x81"),
     "no parts": (6, b"\x00\x00", "more parts, where the header announces 0"),
     "too many parts": (6, b"\xff\xff", "1 parts, where the header announces 65535"),

@@ -86,7 +86,7 @@ def not_tested(slow: int, skipped: Sequence[str]) -> list[str]:
         slow: how many slow tests were not selected.
         skipped: the reason of every test that was skipped, which says how to get it.
     """
-    lines = [f"{_tests(slow)}, slow, and three quarters of the random examples: make test-full"] if slow else []
+    lines = [f"{_tests(slow)}, slow, and seven eighths of the random examples: make test-full"] if slow else []
     lines += [f"{_tests(count)}, skipped: {reason}" for reason, count in Counter(skipped).most_common()]
     lines.append("GPUs and NCCL: there is no test of them here; all tests run on the CPU with gloo")
     return [*lines, "many kills of whole trainings: make chaos", "speed, and a million hostile messages: make bench"]

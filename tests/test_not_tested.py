@@ -21,7 +21,7 @@ def test_slow_tests_that_were_left_out_are_counted(how: list[str]) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *how, "tests/test_clean_install.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, cwd=ROOT)
     assert "= not tested =" in done.stdout, done.stdout + done.stderr
-    assert "\n1 test, slow, and three quarters of the random examples: make test-full\n" in done.stdout
+    assert "\n1 test, slow, and seven eighths of the random examples: make test-full\n" in done.stdout
 
 
 def test_every_reason_to_skip_is_told_once_with_the_number_of_tests() -> None:
@@ -29,7 +29,7 @@ def test_every_reason_to_skip_is_told_once_with_the_number_of_tests() -> None:
         "2 tests, skipped: a: do this",
         "1 test, skipped: b: do that",
     ]
-    assert not_tested(312, [])[0] == "312 tests, slow, and three quarters of the random examples: make test-full"
+    assert not_tested(312, [])[0] == "312 tests, slow, and seven eighths of the random examples: make test-full"
     assert any("GPU" in line for line in not_tested(0, []))
 
 

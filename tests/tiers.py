@@ -21,5 +21,5 @@ def _slow(value: Any) -> Any:
 
 
 def examples(count: int) -> int:
-    """How many examples hypothesis tries: `count`, or a quarter of them where slow tests are left out."""
-    return count if full else -(-count // 4)
+    """How many examples hypothesis tries: `count`, or an eighth of them where slow tests are left out."""
+    return count if full else -(-count // 8)

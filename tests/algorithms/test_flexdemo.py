@@ -120,6 +120,7 @@ def _both(settings: dict[str, Any], pool: Pool, *, bias: bool) -> tuple[list[tup
     return params, momenta
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: f"{s['phi']} {s['codec']}")
 def test_2x2_with_shards_that_end_on_block_borders_is_2_unsharded_workers(settings: dict[str, Any], pool: Pool) -> None:
     """Bit for bit, momenta too."""

@@ -306,6 +306,7 @@ def test_the_exit_code_says_that_an_arm_failed_and_the_table_has_the_others(
     assert "│ ddp" in out and "│ diloco" not in out
 
 
+@pytest.mark.slow
 def test_several_simulated_runs_at_once_give_what_one_at_a_time_gives_and_failures_are_said(tmp_path: Path) -> None:
     runner = SimulatedRunner(step_time="1ms")
     good, *_ = _three_runs(tmp_path / "two")

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from tests.processes import LIMIT, until
-from tests.tiers import first_quick
 from thinwire.tools.cli import main
 from thinwire.tools.config import RunConfig
 
@@ -80,7 +79,8 @@ def test_the_main_job_writes_everything_a_person_needs(tmp_path: Path, capfd: py
     assert "is finished: it has all 40 steps; give a larger --steps" in finished
 
 
-@pytest.mark.parametrize("algorithm", ["diloco", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.slow  # kills are also in tests/test_kill_storm.py, names of the killed in tests/links/test_torch.py
+@pytest.mark.parametrize("algorithm", ["diloco", "ddp"])
 def test_a_killed_worker_is_named_and_resume_ends_as_if_nothing_had_happened(algorithm: str, tmp_path: Path) -> None:
     """The run that is broken would not end by itself, so that the kill comes before its end, however late."""
     settings = ["--algorithm", algorithm, "--batch", "1", "--eval-every", "0", "--lr-final", "1"]
@@ -171,7 +171,8 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("command", first_quick(["sim", "train"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["sim", "train"])
 def test_training_goes_on_when_nobody_reads_its_output(command: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = f"{command} --algorithm diloco {' '.join(QUICK)} --eval-every 1 --workers 2 --out {out}"

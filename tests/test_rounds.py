@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -232,17 +233,22 @@ def test_a_tau_that_makes_no_sense_is_refused() -> None:
 # --- A message that was not counted ------------------------------------------------------------------------------------------
 
 
-class Left(LinkDecorator):
-    """A link on which this worker's own message is not counted in the rounds of these numbers."""
+class InRounds(LinkDecorator):
+    """A link on which the tickets of the rounds of these numbers are others."""
 
-    def __init__(self, link: Link, rounds: set[int]):
+    def __init__(self, link: Link, rounds: set[int], ticket: Callable[[Ticket, int], Ticket]):
         super().__init__(link)
-        self.rounds, self.seen = rounds, 0
+        self.rounds, self.ticket, self.seen = rounds, ticket, 0
 
     def post(self, payload: Payload, op: Op) -> Ticket:
         ticket = super().post(payload, op)
         self.seen += payload.purpose == "round"
-        return _LeftTicket(ticket, self.rank) if payload.purpose == "round" and self.seen in self.rounds else ticket
+        return self.ticket(ticket, self.rank) if payload.purpose == "round" and self.seen in self.rounds else ticket
+
+
+def left_out_in(link: Link, rounds: set[int]) -> Link:
+    """A link on which this worker's own message is not counted in the rounds of these numbers."""
+    return InRounds(link, rounds, _LeftTicket)
 
 
 class _LeftTicket(Ticket):
@@ -256,7 +262,7 @@ class _LeftTicket(Ticket):
 def _left_out(name: str, link: Link) -> tuple[Any, Any, list[Tensor], list[Tensor]]:
     """One round in which worker 1 is not counted, as worker 1 sees it."""
     model = model_of()
-    used = Left(link, {1}) if link.rank == 1 else link
+    used = left_out_in(link, {1}) if link.rank == 1 else link
     opt = build(name, model.parameters(), used, codec=codec_of(name, gather=True), alarm_every=0)
     every_step = "param" in opt.replicated
     train(model, opt, link.rank, 0 if every_step else H - 1)
@@ -420,21 +426,13 @@ def test_real_processes_take_replicated_parameters_from_each_other_too(pool: Poo
 # --- Damage that one receiver alone sees -------------------------------------------------------------------------------------
 
 
-class Damaged(LinkDecorator):
+def damaged_in(link: Link, rounds: set[int]) -> Link:
     """A link on which what this worker receives of rank 0 in the rounds of these numbers has a flipped bit."""
-
-    def __init__(self, link: Link, rounds: set[int]):
-        super().__init__(link)
-        self.rounds, self.seen = rounds, 0
-
-    def post(self, payload: Payload, op: Op) -> Ticket:
-        ticket = super().post(payload, op)
-        self.seen += payload.purpose == "round"
-        return _DamagedTicket(ticket) if payload.purpose == "round" and self.seen in self.rounds else ticket
+    return InRounds(link, rounds, _DamagedTicket)
 
 
 class _DamagedTicket(Ticket):
-    def __init__(self, ticket: Ticket):
+    def __init__(self, ticket: Ticket, rank: int):
         self.ticket = ticket
 
     def _finish(self) -> list[Payload]:
@@ -446,7 +444,7 @@ class _DamagedTicket(Ticket):
 
 def _damaged(link: Link, name: str, rounds: set[int]) -> tuple[str, int, list[Tensor], dict[str, list[Tensor]]]:
     model = model_of()
-    used = Damaged(link, rounds) if link.rank == 2 else link
+    used = damaged_in(link, rounds) if link.rank == 2 else link
     opt = build(name, model.parameters(), used, codec=codec_of(name, gather=True), alarm_every=1)
     try:
         train(model, opt, link.rank, 4 * H)
@@ -472,7 +470,7 @@ def test_a_message_that_one_receiver_cannot_read_is_applied_by_nobody_and_replic
 
 def _overtaken(link: Link, name: str, rounds: set[int], tau: int) -> tuple[list[Tensor], dict[str, list[Tensor]], int, bool]:
     model = model_of()
-    used = Damaged(link, rounds) if link.rank == 2 else link
+    used = damaged_in(link, rounds) if link.rank == 2 else link
     if name == "streaming-diloco":
         opt = StreamingDiLoCo(
             adamw(model.parameters()), used, H=H, fragments=2, tau=tau, codec=Dense(gather=True), alarm_every=1
@@ -506,7 +504,7 @@ def test_with_tau_a_round_that_one_worker_cannot_read_is_sent_again(name: str, t
 def test_the_steps_of_a_worker_that_is_behind_are_not_counted_twice(name: str, rounds: set[int]) -> None:
     def worker(link: Link) -> float:
         x = torch.nn.Parameter(torch.zeros(8))
-        used = Damaged(link, rounds) if link.rank == 2 else link
+        used = damaged_in(link, rounds) if link.rank == 2 else link
         plain: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "codec": Dense(gather=True), "tau": 1}
         plain |= {"streaming-diloco": {"fragments": 1}, "decoupled-diloco": {"beta": 1.0, "over": "workers"}}.get(name, {})
         opt = build(name, [x], used, inner=lambda params: torch.optim.SGD(params, lr=1.0), **plain)
@@ -525,7 +523,7 @@ def test_the_steps_of_a_worker_that_is_behind_are_not_counted_twice(name: str, r
 def test_parameters_may_be_added_while_a_worker_is_behind() -> None:
     def worker(link: Link) -> list[Tensor]:
         model, added = model_of(), torch.nn.Parameter(torch.ones(4, 4))
-        used = Damaged(link, {3}) if link.rank == 2 else link
+        used = damaged_in(link, {3}) if link.rank == 2 else link
         opt = DeMo(model.parameters(), used, codec=DCT(4) >> TopK(5) >> Sign(), delay=True)
         train(model, opt, link.rank, 4)
         assert opt.engine.resend.missing == (link.rank == 2)
@@ -552,7 +550,7 @@ def _damaged_and_refused(
     link: Link, name: str, tau: int, rounds: set[int], steps: int, invalid: set[int]
 ) -> tuple[dict[str, list[Tensor]], int, int]:
     model = model_of()
-    used = Damaged(link, rounds) if link.rank == 2 else link
+    used = damaged_in(link, rounds) if link.rank == 2 else link
     codec = {"demo": DCT(4) >> TopK(5) >> Sign(), "decoupled-diloco": DCT(4) >> TopK(5)}.get(name, Dense(gather=True))
     extra: dict[str, Any] = {"delay": True} if name == "demo" else {"tau": tau}
     extra |= {"fragments": 1} if name == "streaming-diloco" else {}
@@ -601,7 +599,7 @@ def test_all_workers_agree_at_the_end_on_whether_a_last_round_is_due(name: str, 
 def test_all_rounds_that_are_missing_at_the_end_are_sent_again() -> None:
     def worker(link: Link) -> tuple[int, list[Tensor]]:
         model = torch.nn.ModuleList(torch.nn.Linear(3, 3, bias=False) for _ in range(16))
-        used = Damaged(link, set(range(2, 33))) if link.rank == 1 else link
+        used = damaged_in(link, set(range(2, 33))) if link.rank == 1 else link
         for i, p in enumerate(model.parameters()):
             p.data.fill_(i)
         opt = StreamingDiLoCo(adamw(model.parameters()), used, H=16, fragments=16, tau=15, codec=Dense(gather=True))
@@ -633,7 +631,7 @@ def _simulated(function: Any, size: int, *arguments: Any) -> list[Any]:
 def test_the_last_round_and_a_checkpoint_leave_nobody_behind(tmp_path: Path) -> None:
     def worker(link: Link) -> tuple[list[Tensor], list[Tensor]]:
         model = model_of()
-        used = Damaged(link, {2, H}) if link.rank == 2 else link
+        used = damaged_in(link, {2, H}) if link.rank == 2 else link
         opt = DeMo(model.parameters(), used, codec=DCT(4) >> TopK(5) >> Sign(), delay=True)
         train(model, opt, link.rank, 3)
         assert opt.engine.resend.missing == (link.rank == 2)

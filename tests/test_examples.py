@@ -26,6 +26,7 @@ RUNS = {
     "decoupled_momentum.py": ([], r"validation loss 0\.0\d+ on both workers, 141 bytes per worker and step"),
     "ternary.py": ([], r"DCT\(64\) >> TopK\(32\) >> Ternary\(0\.7\) takes 3468 bytes"),
     "logged_link.py": ([], None),
+    "folder_link.py": ([], r"\[1\.\d+, 1\.\d+, 1\.\d+\]"),
 }
 SHARDED = {"sharded.py"}
 ADMITTED_ELSEWHERE = {"sign_mean.py"}  # a file for algorithms/, not a script

@@ -15,7 +15,7 @@ help: ## Show this list.
 demo: $(VENV)/.core ## Train a small GPT on 2 real workers twice and compare loss and bytes (about 2 minutes).
 	$(BIN)/thinwire demo
 
-test: lint types docs ## Lint, types, docs and the quick tests (what CI runs; about 8 minutes on 2 cores).
+test: lint types docs ## Lint, types, docs and the quick tests (what CI runs; about 9 minutes on 2 cores).
 	$(PYTEST)
 
 test-full: lint types docs ## The same with the slow tests (about 25 minutes on 2 cores).

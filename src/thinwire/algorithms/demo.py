@@ -153,13 +153,17 @@ class DeMo(Algorithm):
 
     def send(self) -> Outgoing:
         """Add the gradient to the momentum, and send the fast part: m_i <- beta m_i + s g_i;  q_i <- C(m_i)."""
-        groups, g, self._g = self.groups(), self._g or self.params(), []  # not kept until the next step
+        groups = self.groups()
         scale = [self._clip * {"gradient": 1, "lr": g["lr"], "ema": 1 - g["beta"]}[self.inflow] for g in groups]
-        return replace(self.send_again(), tensors=g, decay=[g["beta"] for g in groups], scale=scale)
+        return replace(self.send_again(), tensors=self._g or self.params(), decay=[g["beta"] for g in groups], scale=scale)
 
     def send_again(self) -> Outgoing:
         """The fast part of the momentum as it is: what was sent leaves it only in `apply`."""
         return self.outgoing(self.params(), slots=self.slot("momentum"), mean=self.mean, invalid=False)
+
+    def remember(self, outgoing: Outgoing) -> None:  # noqa: ARG002
+        """The gradient is about to enter the momentum, and is not kept until the next step."""
+        self._g = []
 
     def apply(self, arrived: Arrived) -> None:
         """All workers apply the same."""

@@ -111,7 +111,7 @@ class Algorithm(SlotOptimizer):
         raise NotImplementedError
 
     def remember(self, outgoing: Outgoing) -> None:
-        """With tau > 0, keep in the state what `send_again` needs; nothing where the state still holds it."""
+        """Told what `send` gave, right before it is posted: keep what `send_again` needs, drop what is not needed any more."""
 
     def outgoing(self, tensors: Sequence[Tensor], **how: Any) -> Outgoing:
         """These tensors by the optimizer's own codec; `how` names other attributes of `Outgoing`."""

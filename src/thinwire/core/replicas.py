@@ -39,13 +39,14 @@ def compare_replicas(link: Link, hashes: Mapping[str, int], *, round: int, any_s
         any_shard: see `Exchange`.
 
     Raises:
-        Diverged: on every worker, naming the part and the ranks that differ from rank 0.
+        Diverged: on every worker, naming the part and the ranks that differ from the first that can say.
     """
     mine = torch.tensor(list(hashes.values()), dtype=torch.int64)
     gathered = link.all_gather(Payload(mine.view(torch.uint8), purpose="alarm"))
     rows = torch.stack([p.data.cpu().view(torch.int64) for p in gathered])  # [workers, parts]
     known = rows.any(1)  # zeros: a worker that is behind for a while, which is not compared
-    differs = (rows != rows[int(known.int().argmax())]) & known[:, None]
+    first = int(known.int().argmax())
+    differs = (rows != rows[first]) & known[:, None]
     if not any_shard(bool(differs.any())):
         return
     parts = [
@@ -53,7 +54,7 @@ def compare_replicas(link: Link, hashes: Mapping[str, int], *, round: int, any_s
         for i, name in enumerate(hashes)
         if bool(differs[:, i].any())
     ]
-    raise Diverged(f"round {round}: replicas are no longer bit-equal: {'; '.join(parts) or 'on another shard'} vs rank 0")
+    raise Diverged(f"round {round}: replicas are no longer bit-equal: {'; '.join(parts) or 'on another shard'} vs rank {first}")
 
 
 def resync(

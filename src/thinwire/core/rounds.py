@@ -33,7 +33,7 @@ from thinwire.core.policy import Policy
 from thinwire.core.refusals import Refusals
 from thinwire.core.replicas import compare_replicas, resync
 from thinwire.core.resend import Resend
-from thinwire.errors import DamagedRound, Diverged, NonFiniteRound, RoundAborted, WireError
+from thinwire.errors import ConfigError, DamagedRound, Diverged, NonFiniteRound, RoundAborted, WireError
 from thinwire.links.base import Peers
 from thinwire.payload import LARGEST, Payload, all_finite
 
@@ -91,6 +91,8 @@ class RoundEngine:
         self.aborted = 0
         self.invalid_next = False  # the next message is refused in this worker's name, whatever it says
         optimizer.set_counter("in_flight", 0)
+        if tau and optimizer.schedule.fragments > _MOST_IN_FLIGHT:
+            raise ConfigError(f"with tau > 0 there are at most {_MOST_IN_FLIGHT} fragments, got {optimizer.schedule.fragments}")
         if tau:
             optimizer.state[optimizer._active[0]]["invalid_in_flight"] = torch.tensor(0.0, dtype=torch.float64)
 
@@ -137,7 +139,7 @@ class RoundEngine:
         out = opt.send_again() if again else opt.send()
         if self._mark_invalid(flight.number, again=again):
             out = replace(out, invalid=True)
-        if self.tau and not again:
+        if not again:
             opt.remember(out)
         flight.due, flight.peers = opt.due, opt.peers
         missing = self.tau > 0 and self.resend.missing

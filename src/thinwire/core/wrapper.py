@@ -114,7 +114,9 @@ class Wrapper(Algorithm):
         return loss
 
     def remember(self, outgoing: Outgoing) -> None:
-        """Keep what is sent in the slot "outgoing", as `send_again` reads it."""
+        """With tau > 0, keep what is sent in the slot "outgoing", as `send_again` reads it."""
+        if not self.engine.tau:
+            return
         sent = outgoing.tensors if outgoing.source is None else outgoing.source
         overwrite(self.part("outgoing", self.which(self.due)), sent)
 

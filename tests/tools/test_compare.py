@@ -19,7 +19,8 @@ from tests.tools.test_lab import real
 from thinwire.errors import ConfigError
 from thinwire.tools import runners
 from thinwire.tools.cli import main
-from thinwire.tools.commands.compare import CompareFlags, parse_arms, parse_seeds
+from thinwire.tools.command_flags import CompareFlags
+from thinwire.tools.commands.compare import parse_arms, parse_seeds
 from thinwire.tools.compare import Run, run_all, run_folders
 from thinwire.tools.config import RunConfig
 from thinwire.tools.flags import parse_run

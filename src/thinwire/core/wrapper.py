@@ -301,7 +301,7 @@ def _is_moment(key: str, value: object, p: Tensor) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.shape == p.shape and not key.startswith("step")
 
 
-# What `_placeholders` found on meta tensors, by optimizer, settings and shape: such a step has no values, but takes milliseconds.
+# What `_placeholders` found on meta tensors, by optimizer, settings and shape: a step without values takes milliseconds too.
 _FOUND_ON_META: WeakKeyDictionary[Optimizer, dict[object, dict[str, Any]]] = WeakKeyDictionary()
 
 

@@ -22,7 +22,8 @@ from thinwire.links.ddp import MeteredDDP
 from thinwire.payload import Payload
 from thinwire.tasks.task import Task
 from thinwire.tools.build import check_total, clips_itself, device_of, optimizer_of, take_over, task_of, warm_optimizer_of
-from thinwire.tools.config import ALONE, RunConfig
+from thinwire.tools.config import RunConfig
+from thinwire.tools.names import ALONE
 
 log = logging.getLogger("thinwire")
 

@@ -10,10 +10,9 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -22,6 +21,7 @@ from thinwire.links import Link, connect, disconnect, host_job
 from thinwire.links.heartbeat import Heartbeat
 from thinwire.links.rendezvous import in_job
 from thinwire.network import parse_duration, show_bandwidth, show_bytes, show_seconds
+from thinwire.tools.command_flags import DoctorFlags, TrainFlags
 from thinwire.tools.config import write_whole
 from thinwire.tools.doctor import (
     Finding,
@@ -37,31 +37,12 @@ from thinwire.tools.doctor import (
     plan_command,
     tell_each_other,
 )
-from thinwire.tools.flags import with_json_name
+from thinwire.tools.flags import parse_flags, with_json_name
 from thinwire.tools.plan import parse_count
 from thinwire.tools.ports import Port, advice, at_port, listening, of_job
 from thinwire.tools.processes import a_job, see_through
-from thinwire.tools.start import TrainFlags
 
 MOST_SHOWN = 8  # ranks of a matrix that fits a screen
-
-
-@dataclass(frozen=True, kw_only=True)
-class DoctorFlags:
-    """Check this machine, and measure bandwidth and latency between the ranks of a job, or between processes started here."""
-
-    workers: int = 2
-    """How many processes to start and measure, outside of a job; 1 for none."""
-    params: str | None = None
-    """Parameters of the model you want to train, such as 1.3b: warns where a timeout would be too short for it."""
-    timeout: str = "60s"
-    """How long to wait for a rank before it is called missing."""
-    backend: Literal["gloo", "nccl"] = "gloo"
-    """What to measure with."""
-    pid: int | None = None
-    """Only say which ports a job that runs on this machine has open, and to whom: the process that started it."""
-    json: str | None = None
-    """Write everything to this file as JSON; without a name, or as -, print that and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +87,7 @@ class Report:
 
 def main(arguments: list[str]) -> int:
     """Look, measure and report; 1 where something is broken."""
-    flags = tyro.cli(DoctorFlags, prog="thinwire doctor", args=with_json_name(arguments))
+    flags = parse_flags(DoctorFlags, "doctor", with_json_name(arguments))
     timeout = parse_duration(flags.timeout)
     if timeout <= 0:
         raise ConfigError(f"timeout must be above zero seconds, got {flags.timeout!r}")

@@ -15,14 +15,14 @@ from thinwire.core.optimizer import Algorithm
 from thinwire.core.rounds import VOTE_NBYTES
 from thinwire.errors import ConfigError
 from thinwire.links import Link, Ticket
-from thinwire.network import Op
+from thinwire.network import BACKWARD, Op
 from thinwire.payload import Payload
 from thinwire.schedules import Every, Periods, Schedule, Staggered, Union, Warmup
 from thinwire.tools.build import optimizer_of, warm_optimizer_of
-from thinwire.tools.config import ALONE, RunConfig
+from thinwire.tools.config import RunConfig
+from thinwire.tools.names import ALONE
 from thinwire.tools.plan.shapes import on_meta
 
-BACKWARD = 2 / 3  # of a step: a backward pass has twice the matrix products of a forward pass
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes after which torch's DDP closes its first and its other buckets
 
 

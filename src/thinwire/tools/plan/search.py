@@ -15,7 +15,8 @@ from thinwire.codecs import Chain, TopK
 from thinwire.errors import ConfigError
 from thinwire.network import Network
 from thinwire.tools.build import optimizer_of
-from thinwire.tools.config import ALONE, RunConfig, resolve_algorithm
+from thinwire.tools.config import RunConfig, resolve_algorithm
+from thinwire.tools.names import ALONE
 from thinwire.tools.plan.cost import Cluster, cost_of, predict
 from thinwire.tools.plan.messages import NullLink, Period
 from thinwire.tools.plan.shapes import on_meta

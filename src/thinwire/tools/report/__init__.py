@@ -7,10 +7,9 @@ from pathlib import Path
 
 from thinwire.errors import ConfigError
 from thinwire.network import parse_bandwidth, parse_duration
+from thinwire.tools.command_flags import SPEEDS
 from thinwire.tools.config import write_whole
 from thinwire.tools.report.comparison import Comparison
-
-SPEEDS = ("10mbit", "100mbit", "1gbit")
 
 
 def write_report(

@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 from torch import nn
 
-from thinwire.network import show_bytes
+from thinwire.network import Network, show_bytes
 from thinwire.tools.config import RunConfig
 from thinwire.tools.plan import (
+    MOST_H,
     Cluster,
     Prediction,
     bandwidth_for,
@@ -124,6 +125,7 @@ class Offer:
         cost: per step.
         loss: at this setting, where it is known.
         needed: the smallest H, the largest k or the least bandwidth that is enough; None where none is.
+        never: why none is: the "latency" is too much whatever is sent, or even the least message has too many "bytes".
     """
 
     method: Method
@@ -133,6 +135,7 @@ class Offer:
     cost: Prediction
     loss: Loss | None
     needed: float | None
+    never: Literal["latency", "bytes"] | None = None
 
     @property
     def name(self) -> str:
@@ -196,7 +199,12 @@ def offer_of(method: Method, model: nn.Module, cluster: Cluster, utilisation: fl
         knob, value, needed = "k", k, largest_k(config, model, cluster, utilisation)
     else:
         knob, value, needed = "bandwidth", 1, bandwidth_for(period, cluster, utilisation)
-    return Offer(method, config, knob, value, cost_of(period, cluster), loss_at(method, value, knob), needed)
+    never = None
+    if needed is None:
+        endless = replace(cluster, network=Network(latency=cluster.network.latency))
+        longest = period if H is None else period.stretched(MOST_H / H)
+        never = "latency" if cost_of(longest, endless).utilisation < utilisation else "bytes"
+    return Offer(method, config, knob, value, cost_of(period, cluster), loss_at(method, value, knob), needed, never)
 
 
 def _with_wishes(config: RunConfig, wishes: Wishes) -> RunConfig:

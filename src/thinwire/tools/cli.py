@@ -144,21 +144,12 @@ def _tasks(arguments: list[str]) -> int:
 
 def _beta(arguments: list[str]) -> int:
     """Propose the beta of a slow momentum and say why."""
-    import tyro
-
     from thinwire.maths.propose import propose_beta
+    from thinwire.tools.command_flags import BetaFlags
+    from thinwire.tools.flags import parse_flags
 
-    def flags(K: int, /, *, steps: int | None = None, retention: float = 0.9) -> str:
-        """Propose the decay (beta) of the slow momentum of mt-dao, so that what workers agreed on outlives a period.
-
-        Args:
-            K: steps between two averages of the momentum.
-            steps: length of the run; a momentum must be faster than that.
-            retention: how much of the agreed momentum should be left after K steps.
-        """
-        return propose_beta(K, retention=retention, steps=steps).explanation
-
-    print(tyro.cli(flags, prog="thinwire beta", args=arguments))
+    flags = parse_flags(BetaFlags, "beta", arguments)
+    print(propose_beta(flags.K, retention=flags.retention, steps=flags.steps).explanation)
     return 0
 
 

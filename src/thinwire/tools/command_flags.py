@@ -54,7 +54,7 @@ class CompareFlags:
     rare: ClassVar[frozenset[str]] = frozenset({"down", "jobs", "checkpoint_every", "timeout"})
 
     seeds: str = "1"
-    """How many seeds each arm is run with, from 0 on; or the seeds themselves, separated by commas, such as 0,5,7."""
+    """How many seeds each method is run with, from 0 on; or the seeds themselves, separated by commas, such as 0,5,7."""
     sim: bool = False
     """Simulate the workers in one process, as `thinwire sim` does; else they are real processes on this machine."""
     lab: bool = False
@@ -75,6 +75,18 @@ class CompareFlags:
     """How long a real worker waits for the others."""
     out: str | None = None
     """Folder of the comparison; by default runs/compare-TIME. Given again, what is finished there is not run again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BetaFlags:
+    """Propose the decay (beta) of the slow momentum of mt-dao, so that what workers agreed on outlives a period."""
+
+    K: Annotated[int, tyro.conf.Positional]
+    """Steps between two averages of the momentum."""
+    steps: int | None = None
+    """Length of the run; a momentum must be faster than that."""
+    retention: float = 0.9
+    """How much of the agreed momentum should be left after K steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +154,7 @@ class ReportFlags:
     out: str | None = None
     """The HTML file; by default report.html in the first folder, or here where a file of records comes first."""
     baseline: str | None = None
-    """The arm that the others are held against; by default the first that is ddp or data-parallel, else the first."""
+    """What the others are held against, by its name in the table; by default the first ddp or data-parallel, else the first."""
     bandwidth: str = ",".join(SPEEDS)
     """Links of the figure of loss against time, separated by commas."""
     latency: str = "0ms"
@@ -152,6 +164,10 @@ class ReportFlags:
     together: bool = False
     """Compare all runs on one task, even if their steps, workers or batches differ; else these are sections of their own."""
     best: bool = False
-    """Of arms with the same name and different settings keep the one with the most seeds, then with the least loss."""
+    """Of methods with the same name and different settings keep the one with the most seeds, then with the least loss."""
     html: bool = True
     """Write the page and the PNGs; without them there is only the table in the terminal."""
+    watch: bool = False
+    """Refresh the report while runs go on, until all have ended or you press Ctrl-C; the page reloads itself."""
+    every: str = "10s"
+    """How often --watch refreshes, from 1s to 10min."""

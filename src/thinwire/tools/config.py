@@ -52,9 +52,7 @@ class RunConfig:
     lr_final: float = 0.1
     """Where the cosine decay of the learning rate ends, as a part of the peak; 1 keeps it constant."""
     inner: Inner | None = None
-    """Inner optimizer, where there is one: adamw (betas 0.9, 0.95), adam, sgd, momentum (SGD, Nesterov momentum 0.9), muon (of
-    matrices, adamw of the rest), with slow momenta qhadam, qhadopt, qhm, qhmuon, or low-rank (LoRDO's on one worker). By
-    default adamw, and qhadam for mt-dao."""
+    """Optimizer of the local steps, where there are any; by default adamw, and qhadam for mt-dao. docs/cli.md has them all."""
     qh_betas: tuple[float, ...] | None = None
     """Of the momenta of the qh* optimizers; by default one that suits the period, see `thinwire beta`."""
     qh_omegas: tuple[float, ...] | None = None
@@ -62,11 +60,9 @@ class RunConfig:
     qh_lives: float = 0.0
     """Let those momenta grow slow with the run: at step t a half-life is at most t / qh-lives; 0 has them slow at once."""
     beta2: float | None = None
-    """Of the second moment; by default 0.95 and for slow momenta at least the square of their beta, of adam 0.999, of qhadopt
-    0.9999."""
+    """Decay of the second moment; by default 0.95, of adam 0.999, of qhadopt 0.9999, of the other qh* at least beta squared."""
     qh_warmup: int | None = None
-    """Steps that the qh* optimizers take without quasi-hyperbolic terms (beta 0.9, omega 1) before they switch to slow momenta;
-    by default those of the warm start."""
+    """Steps with beta 0.9 and omega 1 before the qh* optimizers switch to slow momenta; by default those of the warm start."""
     qh_lr_scale: float = 1.0
     """Multiplies the learning rate after that switch."""
     warm_start: int = 0

@@ -1,4 +1,4 @@
-"""What is looked at before a command is imported, which brings torch and takes seconds: names, flags, and what is about to start."""
+"""What is looked at before a command is imported, which brings torch and takes seconds: names and flags."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from thinwire.tools.arms import split_arguments, split_words
 from thinwire.tools.command_flags import CompareFlags, DoctorFlags, PlanFlags, ReportFlags, SimFlags, TrainFlags
 from thinwire.tools.config import RunConfig
 from thinwire.tools.flags import first_look, parse_flags, wants_help, with_json_name
+from thinwire.tools.names import NoSetting
 
 _OF_RUNS = {"train": TrainFlags, "sim": SimFlags}
 _PLAIN = {"plan": PlanFlags, "doctor": DoctorFlags, "report": ReportFlags}
@@ -43,7 +44,8 @@ def _look_at_arms(arguments: list[str]) -> None:
         try:
             first_look("compare", [*common, "--algorithm", algorithm, *own], CompareFlags)
         except ConfigError as error:
-            raise ConfigError(f"in {name!r}: {error}") from error
+            hint = "; a setting of one method is given with it, such as 'diloco --H 32'" if isinstance(error, NoSetting) else ""
+            raise ConfigError(f"in {name!r}: {error}{hint}") from error
 
 
 def _announce(run: RunConfig, *, simulated: bool) -> None:

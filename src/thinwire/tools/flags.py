@@ -7,11 +7,11 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, check_choice
 from thinwire.tasks import check_name
 from thinwire.tools.config import RunConfig, read_run_toml, resolve_algorithm
 from thinwire.tools.names import check_algorithm, check_settings
@@ -100,6 +100,8 @@ def first_look(command: str, arguments: list[str], flags_type: Any) -> tuple[Run
     chosen = peek(arguments, "--algorithm") or base.algorithm
     check_algorithm(chosen)
     types = {"run": RunConfig, "place": flags_type}
+    for f, kind in [(f, kind) for cls in types.values() for f, kind in typing.get_type_hints(cls).items()]:
+        _check_choice(f, kind, peek(arguments, f"--{f.replace('_', '-')}"))
     (run, place), rest = tyro.cli(
         _groups(types, {"run": replace(base, algorithm=chosen, settings={})}),
         prog=f"thinwire {command}",
@@ -112,6 +114,13 @@ def first_look(command: str, arguments: list[str], flags_type: Any) -> tuple[Run
     check_name(run.task)
     run.validate()
     return run, place
+
+
+def _check_choice(name: str, kind: Any, given: str | None) -> None:
+    """Raise a `ConfigError` for a word that is none of those to choose from."""
+    choices = [word for k in (kind, *typing.get_args(kind)) if typing.get_origin(k) is Literal for word in typing.get_args(k)]
+    if choices and given is not None:
+        check_choice(name, given, choices)
 
 
 def saved_config(arguments: list[str]) -> RunConfig | None:
@@ -177,7 +186,7 @@ def _plain(kind: Any) -> str | None:
     """What to type in for a type: INT, FLOAT ..., or the names to choose from; nothing for a switch."""
     while typing.get_origin(kind) is Annotated:
         kind = typing.get_args(kind)[0]
-    if typing.get_origin(kind) is typing.Literal:
+    if typing.get_origin(kind) is Literal:
         return "|".join(map(str, typing.get_args(kind)))
     if typing.get_origin(kind) is tuple:
         return f"{_plain(typing.get_args(kind)[0])} ..."

@@ -91,8 +91,12 @@ def behind(name: str) -> Described:
     return described()[(FIXED | OF_PAPERS)[name][0]]
 
 
+class NoSetting(ConfigError):
+    """A method does not have a setting that it was given; the message lists those that it has."""
+
+
 def check_settings(algorithm: str, flags: Iterable[str], *, command: str, others: Iterable[str] = ()) -> None:
-    """Raise a `ConfigError` for a flag that is no setting of the method, with the settings that it has.
+    """Raise a `NoSetting` for a flag that is no setting of the method, with the settings that it has.
 
     Args:
         algorithm: its name on the command line.
@@ -107,8 +111,8 @@ def check_settings(algorithm: str, flags: Iterable[str], *, command: str, others
         name = flag.removeprefix("--").replace("-", "_")
         if name not in known and name.removeprefix("no_") not in known:
             what = _why_not(algorithm, name) or f"unknown flag {flag}{did_you_mean(flag, map(_as_flag, (*known, *others)))}"
-            settings = f"the settings of {algorithm} are {', '.join(map(_as_flag, own))}" if own else f"{algorithm} has none"
-            raise ConfigError(f"{what}; {settings}: see thinwire {command} --algorithm {algorithm} --help")
+            settings = f"{algorithm} has {', '.join(map(_as_flag, own)) or 'no settings of its own'}"
+            raise NoSetting(f"{what}; {settings}: see thinwire {command} --algorithm {algorithm} --help")
 
 
 def _why_not(algorithm: str, name: str) -> str:

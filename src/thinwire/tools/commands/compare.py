@@ -59,8 +59,8 @@ def _compare(runs: list[Run], runner: Runner, flags: CompareFlags, *, again: lis
         raise ConfigError(f"cannot write the folder of the comparison {out}: {cause.strerror or cause}") from cause
     except KeyboardInterrupt:
         named = [] if flags.out else ["--out", str(out)]
-        console.print(Text(f"go on with: {shlex.join(['thinwire', 'compare', *again, *named])}"), soft_wrap=True)
-        raise
+        command = shlex.join(["thinwire", "compare", *again, *named])
+        raise KeyboardInterrupt(f"the runs are in {out}; go on with: {command}") from None
     failed = [failure.run for failure in failures]
     records = [record_of(run.folder) for run in runs if run not in failed]
     together = len({(run.config.steps, run.config.workers, run.config.batch, run.config.task) for run in runs}) > 1
@@ -85,19 +85,19 @@ def parse_arms(words: Sequence[str], common: Sequence[str]) -> tuple[dict[str, R
     """
     for flag, instead in (("--algorithm", "the words before all flags name the methods"), ("--seed", "give --seeds")):
         if peek(list(common), flag) is not None:
-            raise ConfigError(f"{flag} is not for all arms of a comparison: {instead}")
+            raise ConfigError(f"{flag} is not for all methods of a comparison: {instead}")
     configs: dict[str, RunConfig] = {}
     given: dict[str, CompareFlags] = {}
     for word in words:
         name, algorithm, own = split_words(word)
         if name in configs:
-            raise ConfigError(f"two arms are called {name!r}: give one a name of its own, such as 'other = {algorithm} ...'")
+            raise ConfigError(f"two methods are called {name!r}: give one a name of its own, such as 'other = {algorithm} ...'")
         configs[name], given[name] = _parse_arm(name, algorithm, own, common)
     shared = [flags for name, flags in given.items() if not split_words(words[list(given).index(name)])[2]]
     first = shared[0] if shared else next(iter(given.values()))
     for name, flags in given.items():
         if flags != first:
-            raise ConfigError(f"the arm {name!r} has a flag that is for the whole comparison: put it after the arms")
+            raise ConfigError(f"{name!r} has a flag that is for the whole comparison: put it after the methods")
     return configs, first
 
 
@@ -105,11 +105,11 @@ def _parse_arm(name: str, algorithm: str, own: list[str], common: Sequence[str])
     try:
         return parse_run("compare", [*common, "--algorithm", algorithm, *own], CompareFlags)
     except ConfigError as error:
-        raise ConfigError(f"in the arm {name!r}: {error}") from error
+        raise ConfigError(f"in {name!r}: {error}") from error
     except SystemExit as error:
         if error.code == 2:  # tyro has said what is wrong, but not where
-            hint = "settings of one method belong to its arm, such as 'diloco --H 32'"
-            print(f"thinwire: the error above is for arm {name!r}: {hint}", file=sys.stderr)
+            hint = "a setting of one method is given with it, such as 'diloco --H 32'"
+            print(f"thinwire: the error above is in {name!r}: {hint}", file=sys.stderr)
         raise
 
 
@@ -170,4 +170,4 @@ def _check(run: Run, runner: Runner) -> None:
         runner.check(run.config)
         rehearse(run.config)
     except ConfigError as error:
-        raise ConfigError(f"in the arm {run.arm!r}: {error}") from error
+        raise ConfigError(f"in {run.arm!r}: {error}") from error

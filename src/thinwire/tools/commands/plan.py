@@ -90,7 +90,7 @@ def _show(title: str, flags: PlanFlags, cluster: Cluster, advice: Advice) -> Non
     for offer in advice.offers:
         table.add_row(offer.name, *_figures(offer, dense))
     console.print(table)
-    console.print(f"\n{_notes(cluster, advice)}\n", highlight=False, style="dim")
+    console.print(f"\n{_notes(target, cluster, advice)}\n", highlight=False, style="dim")
     console.print(advice.sentence, highlight=False, style="bold")
 
 
@@ -118,10 +118,15 @@ def _needed(offer: Offer) -> str:
     return f"{offer.knob}={offer.needed:.0f}"
 
 
-def _notes(cluster: Cluster, advice: Advice) -> str:
+def _notes(target: str, cluster: Cluster, advice: Advice) -> str:
+    latency = ", ".join(offer.name for offer in advice.offers if offer.never == "latency")
+    too_long = ", ".join(offer.name for offer in advice.offers if offer.never == "bytes")
+    never = f"; never of {latency}: the latency alone is too much" if latency else ""
+    never += f"; never of {too_long}: even the least of it has too many bytes" if too_long else ""
     packing = "" if cluster.codec_time else "; packing messages is not counted (--codec-time)"
     return (
-        f"sent: bytes per worker. {100 * cluster.goodput:.1f}% of the bandwidth is left by headers (--framing){packing}. "
+        f"sent: bytes per worker. for {target}: the H, k or bandwidth with which workers compute {target} of the time{never}. "
+        f"{100 * cluster.goodput:.1f}% of the bandwidth is left by headers (--framing){packing}. "
         "loss: against AdamW-DDP in small runs (docs/results.md), for the order; ? was not measured, > beyond what was. "
         f"* after a warm start: {WARM_STEPS} synchronous steps, which take {show_seconds(advice.warm_seconds)} here."
     )
@@ -148,6 +153,7 @@ def _offer_as_json(offer: Offer) -> dict[str, Any]:
         "wire": offer.config.wire,
         **asdict(offer.cost),
         "needed": {offer.knob: offer.needed},
+        "never": offer.never,
         "loss_percent": None if offer.loss is None else offer.loss.percent,
         "loss_is_a_lower_bound": offer.loss is not None and offer.loss.at_least,
     }

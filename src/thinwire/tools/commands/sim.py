@@ -24,7 +24,10 @@ def main(arguments: list[str]) -> int:
     rehearse(config)
     out = flags.out or new_folder(f"sim-{config.algorithm}-{config.task}")
     folder = claim_folder(config, TrainFlags(out=out), where=runner.name)
-    runner.run(folder, Console())
+    try:
+        runner.run(folder, Console())
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"what was simulated so far is in {folder}: thinwire report {folder}") from None
     show_summary(folder)
     figures = read_summary(folder)
     computing = figures["simulated_seconds"] - figures["waiting"]

@@ -21,6 +21,8 @@ from thinwire.tools.plan.cost import Cluster, cost_of, predict
 from thinwire.tools.plan.messages import NullLink, Period
 from thinwire.tools.plan.shapes import on_meta
 
+MOST_H = 10**6  # steps between two rounds that are looked at
+
 
 def smallest_H(config: RunConfig, period: Period, cluster: Cluster, utilisation: float) -> int | None:
     """The smallest H with which workers compute `utilisation` of the time; None where no H up to a million is enough.
@@ -39,7 +41,7 @@ def smallest_H(config: RunConfig, period: Period, cluster: Cluster, utilisation:
     def enough(candidate: int) -> bool:
         return cost_of(period.stretched(candidate / H), cluster).utilisation >= utilisation
 
-    return _smallest(enough, max(tau + 1, all_settings(config).get("fragments", 1)), 10**6)
+    return _smallest(enough, max(tau + 1, all_settings(config).get("fragments", 1)), MOST_H)
 
 
 def largest_k(config: RunConfig, model: nn.Module, cluster: Cluster, utilisation: float) -> int | None:

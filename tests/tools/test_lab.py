@@ -253,7 +253,10 @@ def test_a_table_for_a_terminal_and_lines_for_a_file(capsys: pytest.CaptureFixtu
     assert "s/step" in table and "─" in table
     show_measured([_measured()], Console(force_terminal=False))
     line = capsys.readouterr().out
-    assert line.startswith("10mbit: job s 20.0, s/step 0.6, waiting 50%, computing 50%, metered 1.8 kB, interface 1.98 kB")
+    assert line.startswith(
+        "10mbit: the job took 20.0 s, a training step 0.6 s, of which 50% computing and 50% waiting for messages;"
+    )
+    assert "interfaces sent 1.98 kB, of which" in line and "the workers metered 1.8 kB of messages" in line
 
 
 def test_signals_are_held_back_while_the_network_changes() -> None:
@@ -457,7 +460,7 @@ def test_a_training_in_the_lab_is_measured(tmp_path: Path) -> None:
         command, capture_output=True, text=True, timeout=LIMIT, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}
     )
     assert done.returncode == 0, done.stderr
-    assert "50mbit: job s " in done.stdout
+    assert "50mbit: the job took " in done.stdout
     [line] = (tmp_path / "lab.jsonl").read_text().splitlines()
     record = json.loads(line)
     assert [f["rank"] for f in record["figures"]] == [0, 1]

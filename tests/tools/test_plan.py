@@ -538,6 +538,19 @@ def figures_in(row: str) -> int:
     return sum(any(c.isdigit() for c in word) or word in ("never", "?") for word in row.split())
 
 
+def test_never_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    on = ["--params", "5m", "--workers", "4", "--step-time", "10ms"]
+    main([*on, "--bandwidth", "1gbit", "--latency", "40ms"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "for 95%: the H, k or bandwidth with which workers compute 95% of the time" in words
+    assert "; never of ddp, data-parallel bf16, demo k=128" in words and "the latency alone is too much" in words
+    assert "too many bytes" not in words
+    main([*on, "--bandwidth", "10kbit", "--json", "-"])
+    methods = {method["algorithm"]: method for method in json.loads(capsys.readouterr().out)["methods"]}
+    assert (methods["demo"]["needed"], methods["demo"]["never"]) == ({"k": None}, "bytes")
+    assert methods["ddp"]["never"] is None, "there is a bandwidth that is enough"
+
+
 def test_json_has_everything_and_settings_are_taken(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["--task", "gpt-nano", "--workers", "4", *LINK, "--H", "16", "--k", "8", "--tau", "3", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

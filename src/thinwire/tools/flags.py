@@ -80,7 +80,7 @@ def _groups(types: dict[str, Any], defaults: dict[str, Any]) -> Callable[..., tu
 
     given = {name: defaults.get(name, cls()) for name, cls in types.items()}
     kinds = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=given[n], annotation=types[n]) for n in types]
-    filled.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
+    filled.__signature__ = inspect.Signature(kinds)
     filled.__annotations__ = dict(types)
     return filled
 
@@ -174,7 +174,7 @@ def for_help(cls: type[F], arguments: list[str]) -> type[F]:
     for f in fields(cls):  # type: ignore[arg-type]
         how = tyro.conf.arg(metavar=_plain(hints[f.name]), help_behavior_hint=_default)
         kind = tyro.conf.Suppress[hints[f.name]] if f.name in hidden else Annotated[hints[f.name], how]
-        shown.append((f.name, kind, field(default=f.default, default_factory=f.default_factory)))  # type: ignore[call-overload]
+        shown.append((f.name, kind, field(default=f.default, default_factory=f.default_factory)))
     return make_dataclass(cls.__name__, shown, bases=(cls,), frozen=True, kw_only=True)
 
 

@@ -90,7 +90,7 @@ class Record:
     @property
     def unfinished(self) -> bool:
         """Whether it was interrupted, or is still running."""
-        return self.figures.get("step", self.config.steps) < self.config.steps
+        return bool(self.figures.get("unfinished"))
 
     @property
     def key(self) -> str:
@@ -123,8 +123,8 @@ def record_of(folder: Path, *, arm: str | None = None, place: str | None = None,
     about = tables.get("about", {})
     try:
         figures = _figures(folder, config)
-        so_far = figures.get("step", config.steps) < config.steps
-        missing = {"workers", "step", "shards"} - figures.keys() | ({"parameters"} - figures.keys() if not so_far else set())
+        so_far = "unfinished" in figures
+        missing = {"workers", "step", "shards", *(() if so_far else ("parameters",))} - figures.keys()
         lines = _whole_lines(folder / "metrics.jsonl") if figures else []
         curve = thinned([_point(line) for line in lines if line.get("step", math.inf) <= figures.get("step", 0)])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
@@ -134,7 +134,8 @@ def record_of(folder: Path, *, arm: str | None = None, place: str | None = None,
     if missing:
         raise ConfigError(f"{folder} is damaged: its summary.json has no {', '.join(sorted(missing))}")
     if so_far and not unfinished:
-        raise ConfigError(f"{folder} is not finished: it has {figures['step']} of {config.steps} steps")
+        lost = "" if (folder / "summary.json").is_file() else " and no summary.json"
+        raise ConfigError(f"{folder} is not finished: it has {figures['step']} of {config.steps} steps{lost}")
     name = arm or str(about.get("arm", config.algorithm))
     return Record(
         arm=f"{name} (unfinished, step {figures['step']} of {config.steps})" if so_far else name,
@@ -157,10 +158,10 @@ def _figures(folder: Path, config: RunConfig) -> dict[str, Any]:
         return figures
     lines = _whole_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
     if not lines or lines[-1].get("step", 0) < figures.get("step", 0):
-        return figures
+        return {**figures, "unfinished": True} if figures else {}
     evaluated = next((line for line in reversed(lines) if "val_loss" in line), {})
     validation = {name: value for name, value in evaluated.items() if name.startswith("val_")}
-    return {**lines[-1], **validation, "workers": config.workers or 2, "shards": config.shards}
+    return {**lines[-1], **validation, "workers": config.workers or 2, "shards": config.shards, "unfinished": True}
 
 
 def thinned(points: Sequence[Point], *, most: int = POINTS) -> tuple[Point, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from time import sleep
 
 from rich.console import Console
 from rich.text import Text
@@ -53,7 +54,7 @@ def _watch(flags: ReportFlags, every: float, console: Console) -> int:
         return None if records and not going_on else going_on
 
     try:
-        ended = watch(refresh, every=every)
+        ended = watch(refresh, every=every, sleep=sleep)
     except KeyboardInterrupt:
         ended = False
     if not ended and (records := _read(flags, note=lambda _: None)):

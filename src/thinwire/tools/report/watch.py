@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable
 
 PATIENCE = 1800.0  # seconds without a new step of any run after which nobody trains any more
@@ -12,16 +11,16 @@ def watch(
     refresh: Callable[[], Hashable | None],
     *,
     every: float,
+    sleep: Callable[[float], None],
     patience: float = PATIENCE,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
     """Refresh until all runs have ended, and say whether they have.
 
     Args:
         refresh: makes the report anew, and returns how far the runs are; None where all have ended.
         every: seconds between two refreshes.
-        patience: seconds without any progress after which to stop.
         sleep: waits so many seconds.
+        patience: seconds without any progress after which to stop.
     """
     before: Hashable | None = None
     idle = 0.0

@@ -248,7 +248,7 @@ def handshake_once(optimizer: Algorithm) -> None:
 
 
 def _hash_of_gradients(optimizer: SlotOptimizer) -> int:
-    """Of this process's gradients; 0 where no value of them tells workers apart: none, zeros, NaN and Inf are alike anywhere."""
+    """Of this process's gradients; 0 where they tell nothing, since none, zeros, NaN and Inf are alike on any worker."""
     grads = [local(p.grad) for p in optimizer._active if p.grad is not None]
     if not any(bool((g.isfinite() & (g != 0)).any()) for g in grads):
         return 0

@@ -22,7 +22,7 @@ from torch import Tensor
 from thinwire.codecs.wire import VERSION
 from thinwire.core.exchange import AnyShard, alone
 from thinwire.core.hashing import hash_tensors, show_hash
-from thinwire.core.slots import COUNTERS, SlotOptimizer
+from thinwire.core.slots import COUNTERS, WHOSE, SlotOptimizer
 from thinwire.errors import ConfigError, FingerprintMismatch, WireError
 from thinwire.links.base import Link
 from thinwire.payload import LONGEST, Payload, describe
@@ -255,9 +255,30 @@ def _hash_of_gradients(optimizer: SlotOptimizer) -> int:
     return hash_tensors(grads)
 
 
+def warn_of_another_worker(optimizer: Algorithm, loaded: Mapping[str, Any]) -> None:
+    """Say that a state was loaded which another worker has saved, where workers have state of their own.
+
+    Args:
+        optimizer: that has loaded it.
+        loaded: the first parameter group of the state; silent about whose it is in states of thinwire.checkpoint.
+    """
+    mine, theirs = ([group.get(name) for name in WHOSE] for group in (optimizer.param_groups[0], loaded))
+    kept = {"param", *(name for entries in optimizer.own_state.values() for name in entries)}
+    own = kept | {"inner"} if hasattr(optimizer, "inner") else kept
+    if None in theirs or mine == theirs or own <= optimizer.replicated:
+        return
+    log.warning(
+        "worker %s of %s has loaded the state of worker %s of %s, but each worker has state of its own (%s): save and load one "
+        "file per worker, or use thinwire.checkpoint, which also takes over a run of another number of workers",
+        *mine,
+        *theirs,
+        ", ".join(sorted(own - optimizer.replicated)),
+    )
+
+
 def describe_parameters(optimizer: SlotOptimizer) -> dict[str, object]:
     """The parameter groups and tensors, for a fingerprint."""
-    skipped = ("params", "in_flight", *COUNTERS)
+    skipped = ("params", "in_flight", *COUNTERS, *WHOSE)
     groups = [
         {k: plain(v) for k, v in g.items() if k not in skipped and not k.startswith("_")} | {"tensors": len(g["params"])}
         for g in optimizer.param_groups

@@ -19,7 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.codecs.dense import Dense
 from thinwire.codecs.wire import VERSION
+from thinwire.core.buffers import check_remembered
 from thinwire.core.exchange import AnyShard, alone
 from thinwire.core.hashing import hash_tensors, show_hash
 from thinwire.core.slots import COUNTERS, WHOSE, SlotOptimizer
@@ -245,6 +247,8 @@ def handshake_once(optimizer: Algorithm) -> None:
         hashes = {"buffers": buffers, "gradients": _hash_of_gradients(optimizer)}
         handshake(optimizer.link, optimizer.fingerprint(), any_shard=optimizer.shards.any, **hashes)
         optimizer.handshake_done = True
+        check_remembered(optimizer)
+        _tell_of_wide_messages(optimizer)
 
 
 def _hash_of_gradients(optimizer: SlotOptimizer) -> int:
@@ -253,6 +257,19 @@ def _hash_of_gradients(optimizer: SlotOptimizer) -> int:
     if not any(bool((g.isfinite() & (g != 0)).any()) for g in grads):
         return 0
     return hash_tensors(grads)
+
+
+_NARROW = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def _tell_of_wide_messages(optimizer: Algorithm) -> None:
+    """Say, where a run begins, that parameters of 16 bits are sent with 32; once per run and not by every worker."""
+    codec, peers, dtypes = optimizer.codec, optimizer.link.peers(), {p.dtype for p in optimizer._active}
+    if not isinstance(codec, Dense) or peers.size == 1 or peers.rank != 0 or optimizer.steps:
+        return
+    if codec.wire_dtype == torch.float32 and dtypes <= _NARROW.keys():
+        names = " and ".join(_NARROW[dtype] for dtype in _NARROW if dtype in dtypes)
+        log.warning("the parameters are %s, but messages are fp32: codec=Dense('bf16') makes them half as long", names)
 
 
 def warn_of_another_worker(optimizer: Algorithm, loaded: Mapping[str, Any]) -> None:

@@ -92,12 +92,12 @@ class Wrapper(Algorithm):
             self.own_state[self._active[0]]["pace"] = self.pace.state
 
     @property
-    def state(self) -> MergedState:  # type: ignore[override]
+    def state(self) -> MergedState:
         """The slots of every parameter, and the inner optimizer's state of it with the prefix "inner."."""
         return MergedState(self._own_state, self.inner, self._inner_entries)
 
     @state.setter
-    def state(self, own: dict[Tensor, dict[str, Any]]) -> None:
+    def state(self, own: dict[Tensor, dict[str, Any]]) -> None:  # type: ignore[override]
         self._own_state = own  # torch's constructor gives an empty one
 
     @property

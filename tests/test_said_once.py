@@ -56,7 +56,7 @@ def test_batchnorm_without_buffers_is_said_once_on_each_worker(
     assert caplog.text == "", "given; in eval mode while the model trains; a single worker"
 
 
-def test_a_broadcast_model_is_not_kept_alive_and_not_taken_for_another(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_was_broadcast_is_not_taken_for_another(caplog: pytest.LogCaptureFixture) -> None:
     def worker(link: Link) -> None:
         shown, trained = normed(), nn.Linear(2, 1)
         thinwire.broadcast(link, shown)

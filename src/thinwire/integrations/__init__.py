@@ -1,0 +1,1 @@
+"""Adapters to other people's training loops, one module each; each needs the extra of its name."""

@@ -167,27 +167,28 @@ def resumed_run(link: Link, folder: Path, method: str) -> dict[str, Any]:
 
 
 def evaluations(link: Link, folder: Path) -> dict[str, Any]:
-    """Validation in the middle of an interval and at the end, then test and predict, of the end and of the best."""
+    """Validation in the middle of an interval and at the end, then test and predict, of the end and of the worst."""
     with quiet():
         torch.manual_seed(0)
         module, watch = Module(), Watch([])
         # The name holds a metric, which differs between workers.
-        saving = pl.callbacks.ModelCheckpoint(folder, "{step}-{val_loss:.6f}", monitor="val_loss", save_top_k=1, save_last=True)
+        name, worst = "{step}-{val_loss:.6f}", {"monitor": "val_loss", "mode": "max", "save_top_k": 1}
+        saving = pl.callbacks.ModelCheckpoint(folder, name, save_last=True, **worst)
         settings: dict[str, Any] = {"max_steps": 20, "limit_val_batches": 1, "val_check_interval": 4}
         fit = trainer(folder, link.size, link.rank, callbacks=[watch, saving], enable_checkpointing=True, **settings)
         fit.fit(module)
         during, own = list(module.seen), watch.after
         module.seen.clear()
         fit.test(module)
-        fit.test(module, ckpt_path="best")
+        [stored] = folder.glob("step=*.ckpt")
+        fit.test(module, ckpt_path=stored)
         predicted = fit.predict(module)
     return {
         "during": during,
         "own": [float(own[step].double().sum()) for step in range(4, 21, 4)],
         "tested": module.seen,
         "predicted": predicted,
-        "best": saving.best_model_path,
-        "logged": float(fit.callback_metrics["val_loss"]),
+        "stored": stored.name,
     }
 
 
@@ -198,8 +199,7 @@ def stopped_by_sigterm(link: Link, folder: Path) -> dict[str, Any]:
                 signal.raise_signal(signal.SIGTERM)
 
     with quiet(), counted() as (_, foreign):
-        watch, fit = Watch(foreign), None
-        fit = trainer(folder, link.size, link.rank, max_steps=20, callbacks=[watch, Signal()])
+        fit = trainer(folder, link.size, link.rank, max_steps=20, callbacks=[Watch(foreign), Signal()])
         try:
             fit.fit(Module())
             stopped = False

@@ -75,13 +75,12 @@ def test_validation_test_and_predict_see_the_shared_model(pair: Pool, tmp_path: 
     first, second = pair.run(runs.evaluations, 2, tmp_path)
     assert first["during"] == second["during"], "all workers validate one model"
     assert all(first["own"][i] != second["own"][i] for i in (0, 2)), "their own ones have drifted apart, after 4 and 12 steps"
-    assert first["own"][4] != second["own"][4], "also after 20 steps, before the last local steps are brought in"
+    assert first["own"][4] == second["own"][4] == first["during"][4], "the last steps are in before the last validation"
     assert first["tested"] == second["tested"] and len(first["tested"]) == 2
     assert first["tested"][0] == first["during"][-1] == first["predicted"][0]
-    assert first["tested"][1] in first["during"]
-    files = sorted(p.name for p in tmp_path.iterdir())
-    best = Path(first["best"]).name
-    assert files == sorted([best, f"{best}.thinwire", "last.ckpt", "last.ckpt.thinwire"]), "nothing is left of the others"
+    assert first["tested"][1] == first["during"][0] != first["during"][-1], "of a file, what is in the file"
+    files, stored = sorted(p.name for p in tmp_path.iterdir()), first["stored"]
+    assert files == sorted([stored, f"{stored}.thinwire", "last.ckpt", "last.ckpt.thinwire"]), "nothing is left of the others"
     assert all(len(list((tmp_path / name).iterdir())) == 1 for name in files if name.endswith(".thinwire"))
 
 

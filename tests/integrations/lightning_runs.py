@@ -35,22 +35,21 @@ class Batches:
     """A loader that knows its place, as Lightning saves and restores it."""
 
     def __init__(self, rank: int, count: int):
-        self.rank, self.count, self.place = rank, count, 0
+        self.rank, self.count, self.place, self.first = rank, count, 0, 0
 
     def __len__(self) -> int:
         return self.count
 
     def __iter__(self) -> Iterator[Tensor]:
-        while self.place < self.count:
-            self.place += 1
+        first, self.first = self.first, 0
+        for self.place in range(first + 1, self.count + 1):
             yield torch.randn(8, 8, generator=torch.Generator().manual_seed(1000 * self.rank + self.place))
-        self.place = 0
 
     def state_dict(self) -> dict[str, int]:
         return {"place": self.place}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
+        self.first = state["place"]
 
 
 class Module(pl.LightningModule):

@@ -2,8 +2,8 @@
 
     model, opt, loader, scheduler = prepare(accelerator, model, opt, loader, scheduler)   # instead of accelerator.prepare
 
-`accelerator.prepare` wraps the model in DistributedDataParallel, which sends every gradient at every step, and steps a scheduler
-once per process. `accelerator.save_state` writes the optimizer of worker 0 only: use `save_state` and `load_state`.
+`accelerator.prepare` wraps the model in DistributedDataParallel, which sends every gradient at every step, and steps a
+scheduler once per process. `accelerator.save_state` writes the optimizer of worker 0 only: use `save_state` and `load_state`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _scheduler = require("accelerate.scheduler", extra="accelerate")
 def prepare(accelerator: Any, *objects: Any) -> Any:
     """Prepare a model, a thinwire optimizer, data loaders and schedulers as `accelerator.prepare` does, without DDP.
 
-    Autocast, gradient accumulation, clipping and the sharding of data loaders stay accelerate's. A scheduler steps once per step.
+    Autocast, gradient accumulation, clipping and the sharding of data loaders stay accelerate's. A scheduler steps once
+    per step.
 
     Args:
         accelerator: an `accelerate.Accelerator` without DeepSpeed or FSDP.
@@ -89,8 +90,8 @@ def own_gradients(accelerator: Any) -> None:
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise ConfigError(
-            f"accelerate is set up for {kind}, which averages gradients or shares the model among all processes: use it without, "
-            "and for a model that is sharded inside of each worker see the example of FSDP2 with a mesh"
+            f"accelerate is set up for {kind}, which averages gradients or shares the model among all processes: use it "
+            "without, and for a model that is sharded inside of each worker see the example of FSDP2 with a mesh"
         )
     # In evaluation mode a model gets autocast and torch.compile, and no DDP.
     accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)

@@ -23,6 +23,5 @@ def require(module: str, *, extra: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
             raise  # the framework is there and something that it needs is not
-        raise MissingDependency(
-            f"thinwire.integrations.{extra} needs {error.name}: pip install 'thinwire[{extra}]', from a clone pip install -e '.[{extra}]'"
-        ) from error
+        install = f"pip install 'thinwire[{extra}]', or from a clone pip install -e '.[{extra}]'"
+        raise MissingDependency(f"thinwire.integrations.{extra} needs {error.name}: {install}") from error

@@ -43,9 +43,9 @@ def thinwire_optimizer(optimizer: object) -> Algorithm:
 
 
 def start_alike(link: Link, model: nn.Module) -> None:
-    """Give all workers worker 0's weights where they differ, as DDP does; where they do not, 16 bytes per worker cross the wire.
+    """Give all workers worker 0's weights where they differ, as DDP does.
 
-    Call it before the optimizer is made.
+    Call it before the optimizer is made. Where they do not differ, 16 bytes per worker cross the wire.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     rest = [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]
@@ -56,7 +56,7 @@ def start_alike(link: Link, model: nn.Module) -> None:
     for part, differs in zip(parts, (hashes != hashes[0]).any(0).tolist(), strict=True):
         if differs:
             size = show_bytes(sum(t.numel() * t.element_size() for t in part))
-            log.warning("the workers' weights differ at the start: worker 0 sends its own, %s; the same seed would save that", size)
+            log.warning("the workers' weights differ at the start: worker 0's are sent, %s; the same seed saves that", size)
             handshake(link, {"tensor": [describe(t) for t in part]})
             copy_from(link, part, 0)
 

@@ -30,11 +30,11 @@ from thinwire.core.optimizer import Algorithm
 from thinwire.core.slots import overwrite
 from thinwire.errors import ConfigError
 from thinwire.integrations import state
+from thinwire.integrations.accelerate import own_gradients, own_values
 from thinwire.integrations.optional import require
 from thinwire.links import Link, Metered, connect
 
 _Trainer: Any = require("transformers", extra="transformers").Trainer
-_own = require("thinwire.integrations.accelerate", extra="transformers")
 _Mixed: Any = object  # whatever trainer the mixin is mixed with
 
 
@@ -43,8 +43,8 @@ class ThinwireMixin(_Mixed):
 
     Args:
         args: whatever the trainer takes.
-        algorithm: makes the thinwire optimizer of the optimizer that HF has made from `args.optim`, its learning rate and weight
-            decay, and of the link; such as `functools.partial(thinwire.DiLoCo, H=32)`. Not needed where `optimizers` or
+        algorithm: makes the thinwire optimizer of the optimizer that HF has made from `args.optim`, with its learning rate
+            and weight decay, and of the link; such as `functools.partial(thinwire.DiLoCo, H=32)`. Not needed where `optimizers` or
             `optimizer_cls_and_kwargs` give a thinwire optimizer.
         link: this worker's end of the wire; that of `thinwire.connect()` by default. Its bytes are counted.
         options: whatever the trainer takes.
@@ -78,19 +78,18 @@ class ThinwireMixin(_Mixed):
                 )
         self.args.average_tokens_across_devices = False  # one round trip at every step
         super().create_accelerator_and_postprocess()
-        _own.own_gradients(self.accelerator)
+        own_gradients(self.accelerator)
 
     def compute_loss(self, model: nn.Module, *args: Any, **options: Any) -> Any:
         """The loss; what a trainer gathers for its training metrics stays this worker's own."""
-        with _own.own_values(self.accelerator) if model.training else contextlib.nullcontext():
+        with own_values(self.accelerator) if model.training else contextlib.nullcontext():
             return super().compute_loss(model, *args, **options)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """Make the optimizer that HF would make, and the thinwire optimizer of it."""
-        if self._best_loaded:
-            self._continue_from_best()
         made = self.optimizer
         if isinstance(getattr(made, "optimizer", made), Algorithm):
+            self._go_on_from_best()
             return self.optimizer
         link = self._link or connect()
         link = link if isinstance(link, Metered) else Metered(link)
@@ -99,7 +98,7 @@ class ThinwireMixin(_Mixed):
         if not isinstance(made, Algorithm):
             if self._algorithm is None:
                 raise ConfigError(
-                    f"{type(self).__name__} needs a thinwire optimizer: give it algorithm=partial(thinwire.DiLoCo, H=32) or the like"
+                    f"{type(self).__name__} needs a thinwire optimizer: give it algorithm=partial(thinwire.DiLoCo, H=32)"
                 )
             made = self._algorithm(made, link)
         self.optimizer = state.thinwire_optimizer(made)
@@ -119,6 +118,12 @@ class ThinwireMixin(_Mixed):
     def _load_best_model(self) -> None:
         super()._load_best_model()
         self._best_loaded = True  # it is in the parameters, and not what the optimizer has as the last agreed one
+
+    def _go_on_from_best(self) -> None:
+        """Where training begins again after the best model was loaded, the workers agree on that one."""
+        if self._best_loaded and (agreed := self.thinwire.agreed()) is not None:
+            overwrite(agreed, self.thinwire.params())
+        self._best_loaded = False
 
     def _shared_model(self) -> contextlib.AbstractContextManager[None]:
         untrained = self.optimizer is None or self._best_loaded

@@ -44,8 +44,8 @@ class ThinwireMixin(_Mixed):
     Args:
         args: whatever the trainer takes.
         algorithm: makes the thinwire optimizer of the optimizer that HF has made from `args.optim`, with its learning rate
-            and weight decay, and of the link; such as `functools.partial(thinwire.DiLoCo, H=32)`. Not needed where `optimizers` or
-            `optimizer_cls_and_kwargs` give a thinwire optimizer.
+            and weight decay, and of the link; such as `functools.partial(thinwire.DiLoCo, H=32)`. Not needed where
+            `optimizers` or `optimizer_cls_and_kwargs` give a thinwire optimizer.
         link: this worker's end of the wire; that of `thinwire.connect()` by default. Its bytes are counted.
         options: whatever the trainer takes.
     """

@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from thinwire import checkpoint
@@ -16,11 +15,11 @@ from thinwire.checkpoint import Resumed
 from thinwire.core.gates import handshake
 from thinwire.core.hashing import hash_tensors
 from thinwire.core.optimizer import Algorithm
-from thinwire.core.replicas import copy_from
-from thinwire.errors import CheckpointError, ConfigError
+from thinwire.core.replicas import compare_replicas, copy_from
+from thinwire.errors import CheckpointError, ConfigError, Diverged
 from thinwire.links import Link, Metered
 from thinwire.network import show_bytes
-from thinwire.payload import Payload, describe
+from thinwire.payload import describe
 from thinwire.sharding.shards import local
 
 log = logging.getLogger("thinwire")
@@ -45,20 +44,20 @@ def thinwire_optimizer(optimizer: object) -> Algorithm:
 def start_alike(link: Link, model: nn.Module) -> None:
     """Give all workers worker 0's weights where they differ, as DDP does.
 
-    Call it before the optimizer is made. Where they do not differ, 16 bytes per worker cross the wire.
+    Call it before the optimizer is made. What is trained and what is not are compared by hash, and sent, apart from each other:
+    where nothing differs, 16 bytes per worker cross the wire.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     rest = [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]
-    parts = [[local(t.detach()) for t in part] for part in (trained, rest)]
-    mine = torch.tensor([hash_tensors(part) for part in parts])
-    told = link.all_gather(Payload(mine.view(torch.uint8), purpose="start"))
-    hashes = torch.stack([p.data.cpu().view(torch.int64) for p in told])  # [workers, parts]
-    for part, differs in zip(parts, (hashes != hashes[0]).any(0).tolist(), strict=True):
-        if differs:
-            size = show_bytes(sum(t.numel() * t.element_size() for t in part))
-            log.warning("the workers' weights differ at the start: worker 0's are sent, %s; the same seed saves that", size)
-            handshake(link, {"tensor": [describe(t) for t in part]})
-            copy_from(link, part, 0)
+    for what, part in {"trained": trained, "frozen": rest}.items():
+        tensors = [local(t.detach()) for t in part]
+        try:
+            compare_replicas(link, {f"{what} weights": hash_tensors(tensors)}, round=0)
+        except Diverged:
+            size = show_bytes(sum(t.numel() * t.element_size() for t in tensors))
+            log.warning("the %s weights differ at the start: worker 0's are sent, %s; the same seed saves that", what, size)
+            handshake(link, {"tensor": [describe(t) for t in tensors]})
+            copy_from(link, tensors, 0)
 
 
 def save_state(folder: Path | str, model: nn.Module, optimizer: Algorithm, scheduler: Any = None) -> Path:

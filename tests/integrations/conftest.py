@@ -7,9 +7,9 @@ import pytest
 from tests.processes import Pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pair() -> Iterator[Pool]:
-    """Two real gloo processes that are a job of their own, as frameworks expect it."""
+    """Two real gloo processes that are a job of their own: frameworks look at the whole job, not at a group of it."""
     workers = Pool(2)
     yield workers
     workers.close()

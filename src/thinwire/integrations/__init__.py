@@ -1,1 +1,1 @@
-"""Adapters to other people's training loops, one module each; each needs the extra of its name."""
+"""Adapters for training frameworks, one module each; import the one of your framework."""

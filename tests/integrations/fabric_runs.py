@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import thinwire
-from tests.integrations.collectives import counted
+from tests.integrations.frameworks import foreign_collectives
 from tests.integrations.lightning_runs import METHODS, Batches, quiet, weights
 from thinwire import Link, checkpoint
 from thinwire.integrations.fabric import ThinwireFabric
@@ -26,7 +26,7 @@ def start(size: int, rank: int, **settings: Any) -> lightning.fabric.Fabric:
 
 def train(size: int, rank: int, folder: Path, method: str = "diloco", *, resume: bool = False) -> dict[str, Any]:
     """20 steps of two batches each, with a checkpoint after 12; or the last 8 again."""
-    with quiet(), counted() as (_, foreign):
+    with quiet(), foreign_collectives() as foreign:
         fabric = start(size, rank)
         torch.manual_seed(7 if resume else 0)
         net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
@@ -55,7 +55,7 @@ def train(size: int, rank: int, folder: Path, method: str = "diloco", *, resume:
         with opt.shared_model():
             shared = weights(net)
     plain = not any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules())
-    return {"foreign": foreign, "end": weights(net), "shared": shared, "drifted": drifted, "plain": plain}
+    return {"foreign": dict(foreign), "end": weights(net), "shared": shared, "drifted": drifted, "plain": plain}
 
 
 def run(link: Link, folder: Path, method: str) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
 import thinwire
-from tests.integrations.collectives import counted
+from tests.integrations.frameworks import foreign_collectives
 from thinwire import Algorithm, Link
 from thinwire.integrations.lightning import ThinwireStrategy
 
@@ -42,7 +42,8 @@ class Batches:
 
     def __iter__(self) -> Iterator[Tensor]:
         first, self.first = self.first, 0
-        for self.place in range(first + 1, self.count + 1):
+        for place in range(first + 1, self.count + 1):
+            self.place = place
             yield torch.randn(8, 8, generator=torch.Generator().manual_seed(1000 * self.rank + self.place))
 
     def state_dict(self) -> dict[str, int]:
@@ -118,31 +119,30 @@ def trainer(folder: Path, size: int = 1, rank: int = 0, **settings: Any) -> pl.T
     return pl.Trainer(accelerator="cpu", devices=size, default_root_dir=folder, **(usual | settings))
 
 
-# --- What each of two workers does ---------------------------------------------------------------------------------------------
+# --- What each of two workers does -------------------------------------------------------------------------------------------
 
 
 class Watch(pl.Callback):
     """Notes collectives of others between the start of training and its last step, and this worker's weights after each."""
 
-    def __init__(self, foreign: list[str]):
-        self.foreign, self.between, self.after = foreign, [], dict[int, Tensor]()
+    def __init__(self, foreign: dict[str, int]):
+        self.foreign, self.between, self.after = foreign, dict[str, int](), dict[int, Tensor]()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.foreign.clear()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *batch: Any) -> None:
-        self.between = list(self.foreign)
+        self.between = dict(self.foreign)
         self.after[trainer.global_step] = weights(pl_module)
 
 
 def resumed_run(link: Link, folder: Path, method: str) -> dict[str, Any]:
     """20 steps with a checkpoint after 12, in the middle of an interval, and the last 8 again from that checkpoint."""
-    with quiet(), counted() as (ours, foreign):
+    with quiet(), foreign_collectives() as foreign:
         torch.manual_seed(link.rank)  # the strategy gives all the weights of worker 0
         alone, watch = Module(method), Watch(foreign)
         fit = trainer(folder, link.size, link.rank, max_steps=20, callbacks=[watch])
         fit.fit(alone)
-        exchanges = len(ours)
         torch.manual_seed(link.rank)
         straight, saving = Module(method), pl.callbacks.ModelCheckpoint(folder, "at-{step}", every_n_train_steps=12)
         fit = trainer(folder, link.size, link.rank, max_steps=20, callbacks=[saving], enable_checkpointing=True)
@@ -154,12 +154,12 @@ def resumed_run(link: Link, folder: Path, method: str) -> dict[str, Any]:
     stored = torch.load(folder / "at-step=12.ckpt", weights_only=True)["state_dict"]
     return {
         "between": watch.between,
-        "exchanges": exchanges,
         "drifted": watch.after[12],
         "alone": weights(alone),
         "straight": weights(straight),
         "again": weights(again),
-        "sent": [float(f.callback_metrics["wire_sent"]) for f in (fit, fit_again)],
+        "rounds": [int(f.callback_metrics["wire_rounds"]) for f in (fit, fit_again)],
+        "sent": float(fit.callback_metrics["wire_sent"]),
         "stored": torch.cat([v.flatten() for v in stored.values()]),
         "wrapped": isinstance(fit.strategy.model, nn.parallel.DistributedDataParallel),
     }
@@ -169,7 +169,7 @@ def evaluations(link: Link, folder: Path) -> dict[str, Any]:
     """Validation in the middle of an interval and at the end, then test and predict, of the end and of the worst."""
     with quiet():
         torch.manual_seed(0)
-        module, watch = Module(), Watch([])
+        module, watch = Module(), Watch({})
         # The name holds a metric, which differs between workers.
         name, worst = "{step}-{val_loss:.6f}", {"monitor": "val_loss", "mode": "max", "save_top_k": 1}
         saving = pl.callbacks.ModelCheckpoint(folder, name, save_last=True, **worst)
@@ -197,11 +197,11 @@ def stopped_by_sigterm(link: Link, folder: Path) -> dict[str, Any]:
             if trainer.global_step == 3:
                 signal.raise_signal(signal.SIGTERM)
 
-    with quiet(), counted() as (_, foreign):
+    with quiet(), foreign_collectives() as foreign:
         fit = trainer(folder, link.size, link.rank, max_steps=20, callbacks=[Watch(foreign), Signal()])
         try:
             fit.fit(Module())
             stopped = False
         except SIGTERMException:
             stopped = True
-    return {"stopped": stopped, "step": fit.global_step, "foreign": foreign}
+    return {"stopped": stopped, "step": fit.global_step, "foreign": dict(foreign)}

@@ -14,16 +14,19 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.strategies import DDPStrategy
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 from torch.optim import Optimizer
 
 from thinwire.core.optimizer import Algorithm
 from thinwire.errors import ConfigError
+from thinwire.integrations.optional import require
+from thinwire.integrations.state import thinwire_optimizer
+
+_DDPStrategy: Any = require("lightning.fabric.strategies", extra="lightning").DDPStrategy
+_BackwardSyncControl: Any = require("lightning.fabric.strategies.strategy", extra="lightning")._BackwardSyncControl
 
 
-class ThinwireFabric(DDPStrategy):
+class ThinwireFabric(_DDPStrategy):
     """The processes and samplers of "ddp" without its gradient sync.
 
     What `fabric.setup` returns behaves like the optimizer: `opt.finish()`, `opt.shared_model()` and `thinwire.checkpoint` work
@@ -43,7 +46,7 @@ class ThinwireFabric(DDPStrategy):
             )
         self._backward_sync_control = _NothingToSync()
 
-    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
+    def setup_module(self, module: nn.Module) -> nn.Module:
         """Leave the model as it is."""
         return module
 
@@ -55,7 +58,7 @@ class ThinwireFabric(DDPStrategy):
                 f"{type(optimizer).__name__}: give fabric.setup a thinwire optimizer, such as "
                 "thinwire.DiLoCo(inner, thinwire.connect())"
             )
-        return optimizer
+        return thinwire_optimizer(optimizer)
 
     def save_checkpoint(self, path: str | Path, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Refuse to let fabric.save write worker 0's optimizer for all."""
@@ -70,5 +73,5 @@ class ThinwireFabric(DDPStrategy):
 class _NothingToSync(_BackwardSyncControl):
     """For fabric.no_backward_sync: a backward pass never talks to other workers."""
 
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+    def no_backward_sync(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
         return nullcontext()

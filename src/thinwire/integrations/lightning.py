@@ -22,40 +22,41 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
-from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire import checkpoint as checkpoints
 from thinwire.checkpoint.processes import Processes
 from thinwire.core.optimizer import Algorithm
-from thinwire.core.replicas import broadcast
 from thinwire.errors import CheckpointError, ConfigError
-from thinwire.links import connect
+from thinwire.integrations.optional import require
+from thinwire.integrations.state import start_alike, thinwire_optimizer, wire_stats
+from thinwire.links import Metered, connect
 
 log = logging.getLogger("thinwire")
+
+_pl: Any = require("lightning.pytorch", extra="lightning")
+_Callback: Any = _pl.Callback
+_DDPStrategy: Any = require("lightning.pytorch.strategies", extra="lightning").DDPStrategy
+_SignalConnector: Any = require("lightning.pytorch.trainer.connectors.signal_connector", extra="lightning")._SignalConnector
+_FITTING: Any = require("lightning.pytorch.trainer.states", extra="lightning").TrainerFn.FITTING
 
 _KEY = "thinwire"  # in Lightning's file: which of the folders beside it belongs to it
 _SAVED = re.compile(r"[0-9a-f]{8}/step-\d{1,15}")
 
 
-class ThinwireStrategy(DDPStrategy):
+class ThinwireStrategy(_DDPStrategy):
     """The processes and samplers of "ddp" without its gradient sync; adds a `Thinwire` callback where there is none.
 
-    `configure_optimizers` returns one thinwire optimizer, made with `thinwire.connect()`, and any schedulers.
+    `configure_optimizers` returns one thinwire optimizer, made with `thinwire.connect()`, and any schedulers. All workers begin
+    with the weights of worker 0, as with "ddp"; they are sent only where they differ.
 
     Args:
-        broadcast_weights: give all workers the initial weights of worker 0, as "ddp" does; not needed where all are seeded
-            alike or load the same weights.
         options: of Lightning's `DDPStrategy`, such as `timeout` and `process_group_backend`, but none of torch's DDP.
     """
 
-    def __init__(self, *, broadcast_weights: bool = True, **options: Any):
+    def __init__(self, **options: Any):
         """Refuse what would be for the wrapper that is not there."""
         super().__init__(**options)
         hooks = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
@@ -64,7 +65,6 @@ class ThinwireStrategy(DDPStrategy):
                 f"{unused[0]} is a setting of torch's DistributedDataParallel, which {type(self).__name__} does without: "
                 "leave it out"
             )
-        self._broadcast_weights = broadcast_weights
         self._shown = contextlib.ExitStack()  # holds the shared model while it is shown
         self._shows_shared = False
         self._weights_loaded = False  # for evaluation: what the file holds is wanted, not what training agreed on last
@@ -78,7 +78,7 @@ class ThinwireStrategy(DDPStrategy):
 
     # --- Training ----------------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: pl.Trainer) -> None:
+    def setup(self, trainer: Any) -> None:
         """Set up the model and its optimizer; nothing but the optimizer talks to other workers between two rounds."""
         if self._layer_sync is not None:
             raise ConfigError(
@@ -87,7 +87,7 @@ class ThinwireStrategy(DDPStrategy):
             )
         if not any(isinstance(callback, Thinwire) for callback in trainer.callbacks):
             trainer.callbacks.insert(0, Thinwire())
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == _FITTING:
             self._weights_loaded = False
         # Lightning asks all workers at every step whether rank 0 has received a SIGTERM.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
@@ -95,11 +95,10 @@ class ThinwireStrategy(DDPStrategy):
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
-        """Leave the model as it is."""
-        if self._broadcast_weights and self.lightning_module is not None:
-            broadcast(connect(), self.lightning_module)
+        """Leave the model as it is; all workers begin alike."""
+        start_alike(connect(), self.lightning_module)
 
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+    def setup_optimizers(self, trainer: Any) -> None:
         """Refuse optimizers that would leave workers without exchange."""
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1 or self.algorithm is None:
@@ -108,6 +107,7 @@ class ThinwireStrategy(DDPStrategy):
                 f"configure_optimizers must return one thinwire optimizer, such as thinwire.DiLoCo(inner, thinwire.connect()), "
                 f"got {found}: {type(self).__name__} averages no gradients, so workers would train models of their own"
             )
+        thinwire_optimizer(self.algorithm)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Go on with the random numbers of the checkpoint; making an iterator over the data has used some."""
@@ -128,6 +128,35 @@ class ThinwireStrategy(DDPStrategy):
         """Take the shared model away again, if it is there."""
         self._shown.close()
         self._shows_shared = False
+
+    def on_validation_start(self) -> None:
+        """Show the shared model."""
+        self.show_shared()
+
+    def on_validation_end(self) -> None:
+        """Show this worker's own parameters again."""
+        self.show_own()
+
+    def on_test_start(self) -> None:
+        """Show the shared model."""
+        self.show_shared()
+
+    def on_test_end(self) -> None:
+        """Show this worker's own parameters again."""
+        self.show_own()
+
+    def on_predict_start(self) -> None:
+        """Show the shared model."""
+        self.show_shared()
+
+    def on_predict_end(self) -> None:
+        """Show this worker's own parameters again."""
+        self.show_own()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Show this worker's own parameters again."""
+        super().on_exception(exception)
+        self.show_own()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The shared model: what is evaluated, and what a checkpoint holds."""
@@ -152,7 +181,7 @@ class ThinwireStrategy(DDPStrategy):
             raise ConfigError(f"workers save into a folder that all of them share on a file system, got {filepath}")
         shown = self._shows_shared
         self.show_own()
-        saved = _save_workers(Path(filepath), self._module, self.algorithm)
+        saved = _save_workers(Path(filepath), self.lightning_module, self.algorithm)
         if shown:
             self.show_shared()
         checkpoint[_KEY] = f"{saved.parent.name}/{saved.name}"
@@ -188,21 +217,16 @@ class ThinwireStrategy(DDPStrategy):
                 f"{path} holds no state of thinwire's workers, so training cannot go on from it: it was saved with another "
                 "strategy. Load its weights with load_from_checkpoint() and start a new run"
             )
-        resumed = checkpoints.load(_beside(path) / named, self._module, opt, opt.link)
+        resumed = checkpoints.load(_beside(path) / named, self.lightning_module, opt, opt.link)
         for note in resumed.notes:
             log.warning("resumed from %s: %s", path, note)
-        if meter := getattr(opt.link, "meter", None):
-            meter.load_state_dict(resumed.extra, handshake_repeats=resumed.step > 0)
+        if isinstance(opt.link, Metered) and resumed.extra:
+            opt.link.meter.load_state_dict(resumed.extra, handshake_repeats=True)
         self._random_state = torch.get_rng_state()
 
-    @property
-    def _module(self) -> pl.LightningModule:
-        assert self.lightning_module is not None, "Lightning connects the module before anything is saved or loaded"
-        return self.lightning_module
 
-
-class Thinwire(Callback):
-    """Validates, tests and predicts with the shared model, brings in the last local steps, and logs what was sent.
+class Thinwire(_Callback):
+    """Brings in the last local steps before the last validation and checkpoint, and logs what was sent.
 
     `ThinwireStrategy` adds one by itself. Logged at every step, of this worker: `wire_sent` (bytes), `wire_rounds` and
     `wire_waiting` (seconds), where the optimizer's link is `thinwire.Metered`.
@@ -212,7 +236,7 @@ class Thinwire(Callback):
         """Nothing is finished yet."""
         self._finished_after = -1  # steps
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
         """Refuse another strategy."""
         if not isinstance(trainer.strategy, ThinwireStrategy):
             raise ConfigError(
@@ -220,58 +244,30 @@ class Thinwire(Callback):
                 "which may average gradients at every step"
             )
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *batch: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """After the last step bring in what is left; log."""
         last_epoch = trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch + 1
         if 0 <= trainer.max_steps <= trainer.global_step or (last_epoch and trainer.is_last_batch):
             self._finish(trainer)
-        opt = _strategy(trainer).algorithm
-        if meter := getattr(opt.link, "meter", None) if opt is not None else None:
-            totals = meter.totals
-            figures = {"wire_sent": totals.sent, "wire_rounds": totals.rounds, "wire_waiting": totals.waiting}
-            pl_module.log_dict({name: torch.tensor(float(value), dtype=torch.float64) for name, value in figures.items()})
+        if (opt := _strategy(trainer).algorithm) is not None:
+            stats = wire_stats(opt)
+            pl_module.log_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in stats.items()})
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
         """Bring in what is left before the checkpoint of an epoch after which training is stopped."""
         if trainer.should_stop:
             self._finish(trainer)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
         """Bring in what is left."""
         self._finish(trainer)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show the shared model, with the last local steps in it where training is stopped."""
-        if trainer.state.fn == TrainerFn.FITTING and trainer.should_stop:
+    def on_validation_start(self, trainer: Any, *_: Any) -> None:
+        """Bring in what is left before the validation for which training was stopped."""
+        if trainer.state.fn == _FITTING and trainer.should_stop:
             self._finish(trainer)
-        _strategy(trainer).show_shared()
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show this worker's own parameters again."""
-        _strategy(trainer).show_own()
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show the shared model."""
-        _strategy(trainer).show_shared()
-
-    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show this worker's own parameters again."""
-        _strategy(trainer).show_own()
-
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show the shared model."""
-        _strategy(trainer).show_shared()
-
-    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show this worker's own parameters again."""
-        _strategy(trainer).show_own()
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Show this worker's own parameters again, for whoever saves them now."""
-        if isinstance(trainer.strategy, ThinwireStrategy):
-            trainer.strategy.show_own()
-
-    def _finish(self, trainer: pl.Trainer) -> None:
+    def _finish(self, trainer: Any) -> None:
         opt = _strategy(trainer).algorithm
         if opt is not None and opt.steps != self._finished_after:
             opt.finish()
@@ -288,7 +284,7 @@ class _OwnSignals(_SignalConnector):
         self.received_sigterm = True
 
 
-def _strategy(trainer: pl.Trainer) -> ThinwireStrategy:
+def _strategy(trainer: Any) -> ThinwireStrategy:
     assert isinstance(trainer.strategy, ThinwireStrategy)
     return trainer.strategy
 
@@ -299,8 +295,9 @@ def _beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.thinwire")
 
 
-def _save_workers(path: Path, module: pl.LightningModule, opt: Algorithm) -> Path:
+def _save_workers(path: Path, module: nn.Module, opt: Algorithm) -> Path:
     """Save what each worker has of its own into a new folder beside worker 0's file."""
+
     def name() -> str:
         return f"{secrets.token_hex(4)} {path.name}"
 
@@ -309,6 +306,5 @@ def _save_workers(path: Path, module: pl.LightningModule, opt: Algorithm) -> Pat
     token, _, file = told.partition(" ")
     if not re.fullmatch(r"[0-9a-f]{8}", token) or Path(file).name != file:
         raise CheckpointError(f"rank 0 names no file to save: {told[:80]!r}")
-    meter = getattr(opt.link, "meter", None)
-    extra = None if meter is None else meter.state_dict()
+    extra = opt.link.meter.state_dict() if isinstance(opt.link, Metered) else {}
     return checkpoints.save(_beside(path.with_name(file)) / token, module, opt, opt.link, extra=extra, keep=1)

@@ -20,20 +20,22 @@ import torch
 import tyro
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
-from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.distributed import ParallelDims
 
 from thinwire.algorithms import found
 from thinwire.core.optimizer import Algorithm
 from thinwire.core.state_layout import state_layout
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import CheckpointError, ConfigError, check_choice
+from thinwire.integrations.optional import require
 from thinwire.links import Link, SoloLink, TorchLink, connect
 from thinwire.sharding.mesh import shard_of
 from thinwire.sharding.shards import reshard
 
+_OptimizersContainer: Any = require("torchtitan.components.optimizer", extra="torchtitan").OptimizersContainer
+_ParallelDims: Any = require("torchtitan.distributed", extra="torchtitan").ParallelDims
 
-class ThinwireOptimizers(OptimizersContainer):
+
+class ThinwireOptimizers(_OptimizersContainer):
     """titan's optimizers with a thinwire method around them: one for all Adam or AdamW groups of all model parts.
 
     `step`, `zero_grad`, schedulers and checkpoints are titan's. Every worker's own state, its parameters between two rounds
@@ -47,7 +49,7 @@ class ThinwireOptimizers(OptimizersContainer):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(OptimizersContainer.Config):
+    class Config(_OptimizersContainer.Config):
         """titan's, and the method.
 
         Attributes:
@@ -139,12 +141,12 @@ class ThinwireOptimizers(OptimizersContainer):
             reshard(part)
 
 
-class ThinwireParallelDims(ParallelDims):
+class ThinwireParallelDims(_ParallelDims):
     """titan's meshes where each replica is a worker: FSDP shards within a worker, and nothing averages over workers.
 
     "dp_replicate" is hidden from titan, which would make HSDP of it; `link()` is on it. "batch" and "loss" join all processes
-    until `stay_in_worker()`, so that the data loader gives each worker its own part; then a worker's processes only, so that the
-    number of tokens by which titan divides the loss is the worker's, and is not asked of other workers at every step.
+    until `stay_in_worker()`, so that the data loader gives each worker its own part. Then they join a worker's processes only:
+    the number of tokens by which titan divides the loss is the worker's, and is not asked of other workers at every step.
 
     In a subclass of titan's trainer:
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import thinwire
 from tests.integrations.frameworks import needs
 
 PAGE = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
@@ -80,3 +82,53 @@ def test_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = run("accelerate", names | {"loader": torch.utils.data.DataLoader(rows)}, *blocks("accelerate", "python"))
     assert names["resumed"].step == names["opt"].optimizer.steps == 40
     assert names["opt"].optimizer.pending_steps == 0 and list(names["loader"]) == []
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A job of this process alone, which is left again."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    yield
+    thinwire.disconnect()
+
+
+def pairs(count: int) -> torch.utils.data.DataLoader[Any]:
+    return torch.utils.data.DataLoader([(torch.randn(3), torch.randn(1)) for _ in range(count)])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("alone")
+@needs("lightning")
+def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run("Lightning", {"torch": torch, "workers": 1, "loader": pairs(48)})
+    opt = names["trainer"].strategy.algorithm
+    assert opt.steps == 48 and opt.pending_steps == 0
+    assert names["trainer"].callback_metrics["wire_rounds"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("alone")
+@needs("lightning")
+def test_fabric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {"torch": torch, "workers": 1, "loader": pairs(40), "model": torch.nn.Linear(3, 1)}
+    names = run("Fabric", names, *blocks("Fabric", "python"))
+    assert names["opt"].steps == 40 and names["opt"].pending_steps == 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@needs("torchtitan")
+def test_torchtitan() -> None:
+    model = torch.nn.Linear(3, 1)
+    names = run("torchtitan", {"model": model})
+    for _ in range(33):
+        model(torch.randn(4, 3)).square().mean().backward()
+        names["optimizers"].step()
+        names["schedulers"].step()
+        names["optimizers"].zero_grad()
+    (opt,) = names["optimizers"]
+    assert opt.steps == 33 and opt.rounds == 1

@@ -6,6 +6,8 @@ import pytest
 
 from tests.processes import Pool
 
+collect_ignore_glob = ["*_runs.py"]  # what tests train; imported by them, where the framework is installed
+
 
 @pytest.fixture(scope="package")
 def pair() -> Iterator[Pool]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import thinwire
-from tests.integrations.frameworks import foreign_collectives
+from tests.integrations.frameworks import foreign_collectives, said
 from tests.integrations.lightning_runs import METHODS, Batches, quiet, weights
 from thinwire import Link, checkpoint
 from thinwire.integrations.fabric import ThinwireFabric
@@ -60,3 +60,15 @@ def train(size: int, rank: int, folder: Path, method: str = "diloco", *, resume:
 
 def run(link: Link, folder: Path, method: str) -> list[dict[str, Any]]:
     return [train(link.size, link.rank, folder, method, resume=resume) for resume in (False, True)]
+
+
+def naive(link: Link) -> list[str]:
+    """What thinwire says of Fabric's own strategy."""
+    with quiet(), said() as told:
+        fabric = start(link.size, link.rank, strategy="ddp")
+        torch.manual_seed(0)
+        net = nn.Linear(8, 1)
+        model, opt = fabric.setup(net, METHODS["diloco"](list(net.parameters()), thinwire.connect()))
+        fabric.backward(model(next(iter(Batches(link.rank, 1)))).square().mean())
+        opt.step()
+    return told

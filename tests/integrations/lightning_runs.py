@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
 import thinwire
-from tests.integrations.frameworks import foreign_collectives
+from tests.integrations.frameworks import foreign_collectives, said
 from thinwire import Algorithm, Link
 from thinwire.integrations.lightning import ThinwireStrategy
 
@@ -179,9 +179,9 @@ def evaluations(link: Link, folder: Path) -> dict[str, Any]:
         during, own = list(module.seen), watch.after
         module.seen.clear()
         fit.test(module)
+        predicted = fit.predict(module)
         [stored] = folder.glob("step=*.ckpt")
         fit.test(module, ckpt_path=stored)
-        predicted = fit.predict(module)
     return {
         "during": during,
         "own": [float(own[step].double().sum()) for step in range(4, 21, 4)],
@@ -205,3 +205,11 @@ def stopped_by_sigterm(link: Link, folder: Path) -> dict[str, Any]:
         except SIGTERMException:
             stopped = True
     return {"stopped": stopped, "step": fit.global_step, "foreign": dict(foreign)}
+
+
+def naive(link: Link, folder: Path) -> list[str]:
+    """What thinwire says of Lightning's own strategy."""
+    with quiet(), said() as told:
+        torch.manual_seed(0)
+        trainer(folder, link.size, link.rank, max_steps=2, strategy="ddp").fit(Module())
+    return told

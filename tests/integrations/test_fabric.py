@@ -65,3 +65,9 @@ def test_what_would_train_or_save_wrongly_is_refused(tmp_path: Path) -> None:
         pytest.raises(ConfigError, match=r"fabric\.save writes the optimizer of worker 0 only"),
     ):
         fabric.save(tmp_path / "two.ckpt", {"opt": prepared})
+
+
+@pytest.mark.slow
+def test_fabrics_own_strategy_is_warned_of(pair: Pool) -> None:
+    for told in pair.run(runs.naive, 2):
+        assert any("same gradient" in message and "DistributedDataParallel" in message for message in told), told

@@ -127,3 +127,9 @@ def test_a_file_that_is_written_again_keeps_one_folder_and_a_link_finds_it(tmp_p
     again = runs.trainer(tmp_path, max_steps=4)
     again.fit(runs.Module(), ckpt_path=tmp_path / "last.ckpt")
     assert again.strategy.algorithm.steps == 4
+
+
+@pytest.mark.slow
+def test_lightnings_own_strategy_is_warned_of(pair: Pool, tmp_path: Path) -> None:
+    for told in pair.run(runs.naive, 2, tmp_path):
+        assert any("same gradient" in message and "DistributedDataParallel" in message for message in told), told

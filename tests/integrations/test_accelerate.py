@@ -25,9 +25,11 @@ class Loop:
 
     def __init__(self, link: Link, *, naive: bool = False, method: type = thinwire.DiLoCo, **options: Any):
         from accelerate import Accelerator, DataLoaderConfiguration
+        from accelerate.state import AcceleratorState
 
         from thinwire.integrations.accelerate import prepare
 
+        AcceleratorState._reset_state()  # another test of this process may have had another precision
         torch.manual_seed(0)
         # The order of the data is then a function of the epoch, as a resumed run needs it.
         data = DataLoaderConfiguration(use_seedable_sampler=True)

@@ -143,6 +143,23 @@ def test_best_model_is_evaluated_and_shipped_and_training_goes_on_from_it(tmp_pa
     assert equal(best.thinwire.agreed(), best.thinwire.params())
 
 
+@pytest.mark.slow
+@needs("peft")
+def test_lora_resumes_and_ships_its_adapter(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    how = {"algorithm": partial(thinwire.DiLoCo, H=H)}
+    lora = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    straight = trainer(tmp_path / "straight", SoloLink(), how, model=get_peft_model(tiny_model(), lora))
+    straight.train()
+    resumed = trainer(tmp_path / "resumed", SoloLink(), how, model=get_peft_model(tiny_model(), lora))
+    saved = tmp_path / "straight" / f"checkpoint-{MIDDLE}"
+    resumed.train(resume_from_checkpoint=str(saved))
+    assert equal(weights(resumed.model), weights(straight.model))
+    assert straight.thinwire.message_nbytes() < 4 * sum(p.numel() for p in straight.model.parameters()) / 10
+    assert (saved / "adapter_model.safetensors").is_file() and not (saved / "model.safetensors").exists()
+
+
 # --- Two processes -----------------------------------------------------------------------------------------------------------
 
 

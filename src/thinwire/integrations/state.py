@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from thinwire import checkpoint
 from thinwire.checkpoint import Resumed
@@ -27,14 +28,24 @@ log = logging.getLogger("thinwire")
 _FOLDER, _SCHEDULER = "thinwire", "scheduler.json"
 
 
+def unwrapped(optimizer: object) -> object:
+    """The optimizer in accelerate's wrapper; one without a wrapper as it is."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def is_thinwire(optimizer: object) -> bool:
+    """Whether this is a thinwire optimizer: an `Algorithm`, or something that stands for one."""
+    return isinstance(optimizer, Optimizer) and hasattr(optimizer, "shared_model")
+
+
 def thinwire_optimizer(optimizer: object) -> Algorithm:
     """The thinwire optimizer in what a framework has made of it.
 
     Raises:
         ConfigError: where there is none, or where its workers take different numbers of steps.
     """
-    inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper has it under this name
-    if not isinstance(inner, Algorithm):
+    inner: Any = unwrapped(optimizer)
+    if not is_thinwire(inner):
         raise ConfigError(f"needs a thinwire optimizer such as thinwire.DiLoCo(inner, link), got {type(inner).__name__}")
     if inner.pace is not None:
         raise ConfigError("pace='speed' is for loops of your own: a framework counts the same steps on all workers")

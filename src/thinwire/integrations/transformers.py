@@ -66,6 +66,9 @@ class ThinwireMixin(_Mixed):
         """The thinwire optimizer, once training has begun."""
         return state.thinwire_optimizer(self.optimizer)
 
+    def _made(self) -> bool:
+        return state.is_thinwire(state.unwrapped(self.optimizer))
+
     # --- No traffic but ours ---------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -87,15 +90,14 @@ class ThinwireMixin(_Mixed):
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """Make the optimizer that HF would make, and the thinwire optimizer of it."""
-        made = self.optimizer
-        if isinstance(getattr(made, "optimizer", made), Algorithm):
+        if self._made():
             self._go_on_from_best()
             return self.optimizer
         link = self._link or connect()
         link = link if isinstance(link, Metered) else Metered(link)
         state.start_alike(link, self.model)
         made = super().create_optimizer(model)
-        if not isinstance(made, Algorithm):
+        if not state.is_thinwire(made):
             if self._algorithm is None:
                 raise ConfigError(
                     f"{type(self).__name__} needs a thinwire optimizer: give it algorithm=partial(thinwire.DiLoCo, H=32)"
@@ -126,8 +128,7 @@ class ThinwireMixin(_Mixed):
         self._best_loaded = False
 
     def _shared_model(self) -> contextlib.AbstractContextManager[None]:
-        untrained = self.optimizer is None or self._best_loaded
-        return contextlib.nullcontext() if untrained else self.thinwire.shared_model()
+        return self.thinwire.shared_model() if self._made() and not self._best_loaded else contextlib.nullcontext()
 
     # --- Rounds, logs and the end ----------------------------------------------------------------------------------------
 
@@ -152,7 +153,7 @@ class ThinwireMixin(_Mixed):
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         """Log, together with what crossed the wire."""
-        wire = {} if self.optimizer is None else state.wire_stats(self.thinwire)
+        wire = state.wire_stats(self.thinwire) if self._made() else {}
         super().log(logs | wire, *args, **options)
 
     # --- Checkpoints -----------------------------------------------------------------------------------------------------

@@ -25,9 +25,11 @@ from thinwire.core.policy import Policy, PolicyOptions
 from thinwire.core.replicas import drift
 from thinwire.core.rounds import RoundEngine
 from thinwire.core.shared_model import shared_model
-from thinwire.core.slots import SlotOptimizer, Start
+from thinwire.core.slots import Start
+from thinwire.core.stats import Reporting, Watch
 from thinwire.errors import ConfigError, RoundAborted
 from thinwire.links.base import Link
+from thinwire.links.metered import metered
 from thinwire.payload import describe, zero_invalid_
 from thinwire.schedules import Schedule, as_schedule
 from thinwire.sharding.shards import local
@@ -35,7 +37,7 @@ from thinwire.sharding.shards import local
 __all__ = ["Algorithm", "Policy", "PolicyOptions", "Start"]
 
 
-class Algorithm(SlotOptimizer):
+class Algorithm(Reporting):
     """Base of all methods that own their update rule; `Wrapper` is the base of those around an inner optimizer.
 
     Args:
@@ -78,7 +80,8 @@ class Algorithm(SlotOptimizer):
         if not isinstance(link, Link):
             raise ConfigError(f"link must be a thinwire Link such as thinwire.connect() returns, got {type(link).__name__}")
         self.policy = Policy.of(options)
-        self.link, self.schedule = link, as_schedule(H)
+        self.link, self.meter = metered(link)
+        self.schedule, self.watch = as_schedule(H), Watch()
         self.peers = link.peers()  # of the round at hand
         codec = Dense() if codec is None else check_codec(codec)
         if self.schedule.fragments > 1 and not self.sends_fragments:

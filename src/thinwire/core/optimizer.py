@@ -57,11 +57,13 @@ class Algorithm(Reporting):
     sends_fragments: ClassVar[bool] = False
     needs_whole_tensors: ClassVar[bool] = False  # cannot train a model that is sharded
     pace: Pace | None = None  # of workers that take different numbers of steps per round
+    takes_over: ClassVar[tuple[str, ...]] = ()  # slots that it takes from the inner optimizer of a start, where that has them
     in_pairs: ClassVar[bool] = False  # a round is between two workers: one pair may refuse it while the others take it
 
     # GradScaler then always calls step() and leaves the unscaling to us. Without it, the one worker that found an Inf would
     # skip step() and with it the collective that all others are waiting in.
     _step_supports_amp_scaling = True
+    grad_scale: Tensor | None = None  # set by a GradScaler around step()
 
     def __init__(
         self,

@@ -14,7 +14,6 @@ from thinwire.algorithms import DataParallel, found
 from thinwire.codecs import parse_codec
 from thinwire.core.buffers import running_statistics
 from thinwire.core.optimizer import Algorithm
-from thinwire.core.slots import COUNTERS
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError
 from thinwire.links import Link
@@ -22,25 +21,12 @@ from thinwire.tasks import make_task
 from thinwire.tasks.task import Task
 from thinwire.tools.config import RunConfig, resolve_algorithm
 from thinwire.tools.inner import inner_of, refuse_slow_settings
+from thinwire.warm_start import WarmStart
 
-# What takes the synchronous steps of a warm start where a method has no inner optimizer, and the state that it hands over.
-WARM_INNER = {"lordo": "low-rank"}
-HANDED_OVER = {"lordo": ("Q",)}
-
-
-def take_over(optimizer: Algorithm, before: Algorithm) -> None:
-    """Go on where another optimizer of the same model stopped, as after a warm start."""
-    for name in COUNTERS:
-        optimizer.set_counter(name, before.param_groups[0][name])
-    known = before.inner.state if isinstance(before, Wrapper) else {}
-    for name in HANDED_OVER.get(optimizer.name, ()):
-        for p, state in optimizer.state.items():
-            theirs = known.get(p, {}).get(name)
-            if name in state and theirs is not None and state[name].shape == theirs.shape:
-                state[name].copy_(theirs)
+WARM_INNER = {"lordo": "low-rank"}  # what takes the synchronous steps of a warm start where a method has no inner optimizer
 
 
-def check_total(optimizer: Algorithm, steps: int) -> None:
+def check_total(optimizer: Algorithm | WarmStart, steps: int) -> None:
     """Raise a `ConfigError` for a number of steps at which the workers cannot stop together."""
     if optimizer.pace is not None:
         optimizer.pace.check_total(steps)
@@ -62,13 +48,29 @@ def task_of(config: RunConfig, workers: int) -> Task:
     )
 
 
-def warm_optimizer_of(config: RunConfig, model: nn.Module, link: Link) -> Algorithm:
-    """Averaged gradients around the inner optimizer that the config's algorithm will have, or one of its kind."""
+def warm_start_of(config: RunConfig, model: nn.Module, link: Link, *, wire: Link | None = None) -> WarmStart:
+    """Averaged gradients around the inner optimizer that the config's algorithm will have, or one of its kind; then that.
+
+    Args:
+        config: of the run.
+        model: to train.
+        link: this worker's end of the wire.
+        wire: what the algorithm uses, where that is another link.
+    """
     inner = _inner_for(config, model)
     if inner is None:
         cls = found()[resolve_algorithm(config.algorithm, found())[0]]
         inner = inner_of(WARM_INNER.get(cls.name, "adamw"), model, config, K=config.settings.get("H", 32))
-    return DataParallel(inner, link, clip_norm=config.clip_norm, buffers=running_statistics(model))
+
+    def start(inner: Optimizer, link: Link) -> Algorithm:
+        return DataParallel(inner, link, clip_norm=config.clip_norm, buffers=running_statistics(model))
+
+    def then(inner: Optimizer, link: Link) -> Algorithm:
+        optimizer = optimizer_of(config, model, wire or link, inner=inner)
+        check_total(optimizer, config.steps)
+        return optimizer
+
+    return WarmStart(inner, link, steps=config.warm_start, start=start, then=then)
 
 
 def _inner_for(config: RunConfig, model: nn.Module) -> Optimizer | None:

@@ -124,8 +124,8 @@ class Phases(Optimizer):
             super().add_param_group(param_group)
             return
         if self.starting and not isinstance(self.at_work, Wrapper):
-            what = f"{type(self.at_work).__name__}, which is at work for the first {self.start_steps} steps, has no inner optimizer"
-            raise ConfigError(f"{what}: parameters can be added once {self.start_steps} steps were taken")
+            name = type(self.at_work).__name__
+            raise ConfigError(f"{name} has no inner optimizer: parameters can be added after its {self.start_steps} steps")
         self.at_work.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def at_work(optimizer: Algorithm | Phases) -> Algorithm:
 def take_over(optimizer: Algorithm, before: Algorithm) -> None:
     """Go on where another optimizer of the same model stopped.
 
-    Counters go on. So do the learning rate and what a scheduler keeps with it, where the two have parameter groups of their own.
+    Counters go on, and so do learning rates that a scheduler sets, where the two have parameter groups of their own.
     """
     for name in COUNTERS:
         optimizer.set_counter(name, before.param_groups[0][name])

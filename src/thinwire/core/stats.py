@@ -1,8 +1,8 @@
 """Figures of an optimizer for logs, and callbacks after every round.
 
-Bytes and seconds are the meter's. Norms take a pass over the model and a copy of it, so they are measured only once somebody has
-asked: from the first `stats()` or `on_round()` on. Nothing here exchanges anything: a worker may ask alone. Where a model is
-sharded, norms are those of this process's part.
+Bytes and seconds are the meter's. Norms take a pass over the model and a copy of it, so they are measured only once somebody
+has asked: from the first `stats()` or `on_round()` on. Nothing here exchanges anything: a worker may ask alone. Where a model
+is sharded, norms are those of this process's part.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Reporting(SlotOptimizer):
     meter: Meter
     watch: Watch
     engine: RoundEngine
+    chosen: str = ""  # why, where `thinwire.auto` has chosen it
 
     def stats(self) -> Stats:
         """Where this worker stands, as a flat dict of plain numbers for any logger; exchanges nothing.
@@ -80,7 +81,7 @@ class Reporting(SlotOptimizer):
         * `step`, `rounds`, `aborted`: steps, rounds (refused ones too), and rounds that were refused;
         * `pending`, `in_flight`: local steps since the last round, and messages that are under way;
         * `lr`: of the first parameter group;
-        * `sent`, `received`, `waiting`: bytes, and seconds of waiting on the wire; `sent.round`, `sent.handshake`, ... by purpose;
+        * `sent`, `received`, `waiting`: bytes, and seconds of waiting on the wire; `sent.round`, `sent.vote`, ... by purpose;
         * `message_bytes`: the length of this worker's last message;
         * `drift`: how far this worker's parameters x were from the agreed ones a right before the last round was applied,
           norm(x - a) / norm(a). For a method that keeps no anchor, a is the mean that the round has found. 0 where the
@@ -88,8 +89,8 @@ class Reporting(SlotOptimizer):
         * `update_norm`: the norm of what the last round changed in the agreed parameters; in this worker's own where a method
           keeps no anchor.
 
-        `drift` and `update_norm` are NaN until a round has been measured. Measuring takes a pass over the model and a copy of it
-        per round, and begins with the first call of this or of `on_round`.
+        `drift` and `update_norm` are NaN until a round has been measured. Measuring takes a pass over the model and a copy of
+        it per round, and begins with the first call of this or of `on_round`.
         """
         self.watch.asked = True
         totals, last, group = self.meter.totals, self.meter.last("round"), self.param_groups[0]

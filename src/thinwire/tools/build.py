@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -88,8 +89,23 @@ def _inner_for(config: RunConfig, model: nn.Module) -> Optimizer | None:
     return inner_of(config.inner or settings.get("inner", cls.usual_inner), model, config, K=K)
 
 
-def optimizer_of(config: RunConfig, model: nn.Module, link: Link, *, inner: Optimizer | None = None) -> Algorithm:
-    """The config's algorithm around its inner optimizer, or around one that has been at work before."""
+def optimizer_of(
+    config: RunConfig,
+    model: nn.Module,
+    link: Link,
+    *,
+    inner: Optimizer | None = None,
+    params: Sequence[dict[str, Any]] | None = None,
+) -> Algorithm:
+    """The config's algorithm around its inner optimizer, or around one that is there already.
+
+    Args:
+        config: of the run.
+        model: to train.
+        link: this worker's end of the wire.
+        inner: the inner optimizer; a new one by default.
+        params: parameter groups for an algorithm without one; by default the model's parameters.
+    """
     algorithms = found()
     name, fixed = resolve_algorithm(config.algorithm, algorithms)
     cls, settings = algorithms[name], {**fixed, **config.settings}
@@ -107,7 +123,7 @@ def optimizer_of(config: RunConfig, model: nn.Module, link: Link, *, inner: Opti
     _inner_for(config, model)  # refuses settings of an inner optimizer
     known = inspect.signature(cls.__init__).parameters
     own = {"lr": config.lr, "weight_decay": config.weight_decay}
-    return make(model.parameters(), link, **{k: v for k, v in own.items() if k in known}, **settings)
+    return make(params or model.parameters(), link, **{k: v for k, v in own.items() if k in known}, **settings)
 
 
 def clips_itself(cls: type[Algorithm]) -> bool:

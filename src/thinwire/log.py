@@ -109,11 +109,10 @@ def trackio(
 
 
 def _to_run(optimizer: Algorithm | Phases, run: Any, library: str, prefix: str, *, all_workers: bool) -> RemovableHandle:
-    if run is None and _writes(optimizer):
-        run = _library(library)  # which logs to the run that its init() has made
+    target: Any = _library(library) if run is None and _writes(optimizer) else run  # a library logs to its current run
 
     def write(figures: Stats, step: int) -> None:
-        run.log({f"{prefix}{name}": value for name, value in figures.items()}, step=step)
+        target.log({f"{prefix}{name}": value for name, value in figures.items()}, step=step)
 
     return _at_rounds(optimizer, write, all_workers=all_workers)
 

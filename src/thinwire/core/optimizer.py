@@ -63,7 +63,7 @@ class Algorithm(Reporting):
     # GradScaler then always calls step() and leaves the unscaling to us. Without it, the one worker that found an Inf would
     # skip step() and with it the collective that all others are waiting in.
     _step_supports_amp_scaling = True
-    grad_scale: Tensor | None = None  # set by a GradScaler around step()
+    grad_scale: Tensor  # there while a GradScaler calls step()
 
     def __init__(
         self,

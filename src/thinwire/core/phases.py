@@ -8,8 +8,8 @@ one of any step brings the right one to work first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -96,11 +96,24 @@ class Phases(Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step; the last one of the start brings the method to work."""
-        self.at_work.grad_scale = self.__dict__.get("grad_scale")
-        loss = self.at_work.step(closure)
+        with self._grad_scale_handed_on():
+            loss = self.at_work.step(closure)
         if self.starting and self.at_work.steps >= self.start_steps:
             self._switch()
         return loss
+
+    @contextmanager
+    def _grad_scale_handed_on(self) -> Iterator[None]:
+        """Give the one at work what a GradScaler sets around `step()`."""
+        optimizer, scale = self.at_work, self.__dict__.get("grad_scale")
+        if scale is None:
+            yield
+            return
+        optimizer.grad_scale = scale
+        try:
+            yield
+        finally:
+            del optimizer.grad_scale
 
     def finish(self) -> None:
         """See `Algorithm.finish`."""

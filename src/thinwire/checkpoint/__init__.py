@@ -22,7 +22,7 @@ on any of them.
 """
 
 from thinwire.checkpoint.api import Resumed, load, save
-from thinwire.checkpoint.export import export
 from thinwire.checkpoint.files import finished, step_of
+from thinwire.checkpoint.model_file import export
 
 __all__ = ["Resumed", "export", "finished", "load", "save", "step_of"]

@@ -147,9 +147,10 @@ def test_ctrl_c_ends_all_workers_and_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("sent", "code"),
-    [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGKILL, -9)],
+    [(signal.SIGTERM, 143), (signal.SIGKILL, -9)],
     ids=["SIGTERM", "SIGKILL"],
 )
+@pytest.mark.slow  # Ctrl-C above goes the same way
 def test_no_worker_outlives_its_launcher(sent: signal.Signals, code: int, tmp_path: Path) -> None:
     endless = ["--steps", str(ENDLESS), "--workers", "2", "--out", str(tmp_path / "run")]
     command = [sys.executable, "-m", "thinwire", "train", *endless]

@@ -269,5 +269,7 @@ def test_a_missing_library_is_named_with_its_extra(name: str, tmp_path: Path, mo
     monkeypatch.setitem(__import__("sys").modules, name, None)
     opt, _ = trained_alone()
     arguments = (tmp_path,) if name == "tensorboard" else ()
-    with pytest.raises(MissingDependency, match=rf"needs {name}: pip install 'thinwire\[{name}\]', or in a clone pip install -e"):
+    with pytest.raises(
+        MissingDependency, match=rf"needs {name}: pip install 'thinwire\[{name}\]', or in a clone pip install -e"
+    ):
         getattr(thinwire.log, name)(opt, *arguments)

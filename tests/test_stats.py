@@ -54,7 +54,8 @@ def test_every_algorithm_counts_its_own_traffic_and_asking_changes_nothing(name:
         assert all(math.isnan(opt.stats()[key]) for key in NORMS), "not measured before somebody asks"
         return link, snapshot(model)
 
-    for (stats, params), (link, same) in zip(World(2, step_time=0.0).run(watched), World(2, step_time=0.0).run(unwatched)):
+    runs = [World(2, step_time=0.0).run(watched), World(2, step_time=0.0).run(unwatched)]
+    for (stats, params), (link, same) in zip(*runs, strict=True):
         totals = link.meter.totals
         assert list(stats)[: len(KEYS)] == KEYS
         assert all(type(value) in (int, float) for value in stats.values())

@@ -196,7 +196,7 @@ def test_what_does_not_fit_is_refused() -> None:
     model = model_of()
     with pytest.raises(ConfigError, match="steps must be a whole number of at least 1, got 0"):
         WarmStart(adamw(model.parameters()), SoloLink(), steps=0, then=diloco)
-    with pytest.raises(ConfigError, match="must be a torch.optim.Optimizer, got list"):
+    with pytest.raises(ConfigError, match=r"must be a torch\.optim\.Optimizer, got list"):
         WarmStart(list(model.parameters()), SoloLink(), then=diloco)  # type: ignore[arg-type]
     bad: Callable = lambda inner, link: inner  # noqa: E731
     with pytest.raises(ConfigError, match=r"must make a thinwire optimizer of \(inner, link\), got a AdamW"):

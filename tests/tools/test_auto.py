@@ -86,7 +86,7 @@ def test_a_step_is_timed_by_a_function_and_a_time_of_zero_is_refused() -> None:
         inner = torch.optim.AdamW(model.parameters())
         assert _seconds_of(passes, inner, link) == pytest.approx(0.75), "the median of the last three"
         assert all(p.grad is None for p in model.parameters())
-        with pytest.raises(ConfigError, match="step-time must be above zero seconds, got 0.0"):
+        with pytest.raises(ConfigError, match=r"step-time must be above zero seconds, got 0\.0"):
             thinwire.auto(model, inner, link, bandwidth=1e12, latency=0, step_time=lambda: None)
         return len(calls)
 

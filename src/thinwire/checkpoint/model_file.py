@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from thinwire.checkpoint.files import sync
+from thinwire.checkpoint.names import plain_names
 from thinwire.core.optimizer import Algorithm
 from thinwire.core.phases import Phases
 from thinwire.errors import CheckpointError
@@ -40,25 +41,10 @@ def export(model: nn.Module, optimizer: Algorithm | Phases, path: str | Path, *,
     reshard(model)
     with optimizer.shared_model(model, mean_over=optimizer.link if mean else None):
         if first:
-            entries = {bare_name(name): whole(t) for name, t in model.state_dict().items() if isinstance(t, Tensor)}
+            entries = {name: whole(t) for name, t in plain_names(model.state_dict().items()).items() if isinstance(t, Tensor)}
             if shard_of(list(model.parameters()))[0] == 0:
                 _write(path, entries)
     return path
-
-
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-
-
-def bare_name(name: str) -> str:
-    """The name of a parameter or buffer without what torch.compile, DDP and activation checkpointing put into it.
-
-    >>> bare_name("module._orig_mod.blocks.0._checkpoint_wrapped_module.weight")
-    'blocks.0.weight'
-    """
-    name = name.removeprefix("module.")  # of DDP, which is around everything; elsewhere it may be the name of a layer
-    for part in _WRAPPERS:
-        name = name.replace(part, "")
-    return name.removeprefix("module.")
 
 
 def _write(path: Path, entries: dict[str, Tensor]) -> None:

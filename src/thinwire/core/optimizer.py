@@ -25,7 +25,7 @@ from thinwire.core.policy import Policy, PolicyOptions
 from thinwire.core.replicas import drift
 from thinwire.core.rounds import RoundEngine
 from thinwire.core.shared_model import shared_model
-from thinwire.core.slots import Start
+from thinwire.core.slots import WHOSE, Start
 from thinwire.core.stats import Reporting, Watch
 from thinwire.errors import ConfigError, RoundAborted
 from thinwire.links.base import Link
@@ -96,6 +96,7 @@ class Algorithm(Reporting):
         self.give_up_after = (32 if every_step else 8) if give_up_after is None else give_up_after
         self.due: tuple[int, ...] = ()
         super().__init__(params, defaults or {}, codec=codec, slots=slots or {}, settings=settings or {})
+        self._set_whose()
         self.engine = RoundEngine(self, self.policy, tau)
 
     # --- What a method writes ------------------------------------------------------------------------------------------
@@ -263,7 +264,22 @@ class Algorithm(Reporting):
         """
         return False
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state as any torch optimizer gives it; its parameter groups say which worker's it is, and of how many."""
+        self._set_whose()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state that `state_dict()` gave; checked as a whole before anything changes."""
+        """Load a state that `state_dict()` gave; checked as a whole before anything changes.
+
+        The state of another worker is loaded too, with a warning where workers have state of their own.
+        """
         super().load_state_dict(state_dict)
+        self._set_whose()
+        gates.warn_of_another_worker(self, state_dict["param_groups"][0])
         self.engine.reload()
+
+    def _set_whose(self) -> None:
+        peers = self.link.peers()
+        for name, value in zip(WHOSE, (peers.id, peers.size), strict=True):
+            self.set_counter(name, value)

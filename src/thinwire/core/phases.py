@@ -90,6 +90,7 @@ class Phases(Optimizer):
         before, self.at_work = self.at_work, self._made(make)
         self.starting = make is self._start
         self.at_work.watch, self.at_work.engine.aborted = before.watch, before.engine.aborted
+        self.at_work.buffer_average.said_left_out = before.buffer_average.said_left_out
         self._follow()
 
     # --- What an optimizer does --------------------------------------------------------------------------------------------
@@ -195,7 +196,7 @@ def take_over(optimizer: Algorithm, before: Algorithm) -> None:
                 mine |= {name: theirs[name] for name in ("lr", "initial_lr")}
     known = before.inner.state if isinstance(before, Wrapper) else {}
     for name in optimizer.takes_over:
-        for p, state in optimizer.state.items():
+        for p, state in optimizer.own_state.items():
             theirs = known.get(p, {}).get(name)
             if name in state and theirs is not None and state[name].shape == theirs.shape:
                 state[name].copy_(theirs)

@@ -94,7 +94,7 @@ class RoundEngine:
         if tau and optimizer.schedule.fragments > _MOST_IN_FLIGHT:
             raise ConfigError(f"with tau > 0 there are at most {_MOST_IN_FLIGHT} fragments, got {optimizer.schedule.fragments}")
         if tau:
-            optimizer.state[optimizer._active[0]]["invalid_in_flight"] = torch.tensor(0.0, dtype=torch.float64)
+            optimizer.own_state[optimizer._active[0]]["invalid_in_flight"] = torch.tensor(0.0, dtype=torch.float64)
 
     # --- Sending ---------------------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class RoundEngine:
         if not self.tau:
             invalid, self.invalid_next = self.invalid_next, False
             return invalid
-        marks, bit = self.opt.state[self.opt._active[0]]["invalid_in_flight"], 1 << number % _MOST_IN_FLIGHT
+        marks, bit = self.opt.own_state[self.opt._active[0]]["invalid_in_flight"], 1 << number % _MOST_IN_FLIGHT
         if not again:
             marks.fill_(int(marks) & ~bit | bit * self.invalid_next)
             self.invalid_next = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
 import math
 import platform
@@ -181,11 +182,19 @@ def versions() -> dict[str, str]:
     """What the result may depend on besides the settings."""
     return {
         "thinwire": thinwire.__version__,
-        "torch": metadata.version("torch"),
-        "numpy": metadata.version("numpy"),
+        "torch": _version("torch"),
+        "numpy": _version("numpy"),
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
+
+
+def _version(package: str) -> str:
+    """Of an installed package; one without metadata, such as a build from source on the path, is asked itself."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return importlib.import_module(package).__version__
 
 
 def now() -> str:

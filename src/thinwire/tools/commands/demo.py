@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     flags = tyro.cli(DemoFlags, prog="thinwire demo", args=arguments)
     parse_bandwidth(flags.bandwidth)
     check_whole_number("steps", flags.steps)
-    check_whole_number("workers", flags.workers)
+    check_whole_number("workers", flags.workers, least=2)
     folder = Path(flags.out or new_folder("demo"))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not an empty folder: choose another --out")

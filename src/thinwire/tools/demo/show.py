@@ -74,7 +74,7 @@ def verdict(trained: Sequence[Record], timing: Timing, bandwidth: str) -> str:
     for record, seconds in list(zip(trained, timing.seconds, strict=True))[1:]:
         fewer = _times(base.figures["sent"], record.figures["sent"])
         loss = f"validation loss {_change(record.figures, base.figures):+.1f}%"
-        speed = f"{timing.seconds[0] / seconds:.1f}x as fast at {bandwidth}" if seconds else ""
+        speed = f"{timing.seconds[0] / seconds:.1f}x as fast at {bandwidth}"
         lines.append(f"{record.arm} against {base.arm}: {fewer} fewer bytes, {loss}, {speed}.")
     return "\n".join(lines)
 
@@ -84,7 +84,7 @@ def _change(figures: dict[str, Any], base: dict[str, Any]) -> float:
 
 
 def _times(base: float, mine: float) -> str:
-    return f"{base / mine:.0f}x" if mine else "-"
+    return f"{base / mine:.0f}x"
 
 
 def report(trained: Sequence[Record], folder: Path, *, desktop: bool) -> None:

@@ -24,7 +24,7 @@ from thinwire.tools.lab import JobFailed
 from thinwire.tools.records import Point, Record
 from thinwire.tools.runners import LabRunner, ProcessRunner, Runner, SimulatedRunner
 
-SENT = {"ddp": 3_281_408, "demo": 45_394, "diloco": 131_264}  # bytes per step
+SENT = {"ddp": 1_706_496, "demo": 13_642, "diloco": 68_260}  # bytes per step
 PACE = {"ddp": 0.3, "demo": 0.1, "diloco": 0.08}  # seconds per step on the thin link
 
 
@@ -54,7 +54,7 @@ def ended(run: Run, runner: Runner) -> Record:
         **{
             "workers": 2,
             "shards": 1,
-            "parameters": 820_352,
+            "parameters": 426_624,
             "step": config.steps,
             "seconds": curve[-1].seconds,
             "waiting": 0.0,
@@ -93,15 +93,15 @@ def test_three_methods_do_the_same_job_and_then_a_slice_of_it(
     assert [runner.name for _, runner in timed] == ["lab 100mbit"] * 3
     assert {run.config.steps for run, _ in trained} == {STEPS} and {run.config.steps for run, _ in timed} == {SLICE}
     same = {(run.config.task, run.config.batch, run.config.seed, run.config.lr_final) for run, _ in made}
-    assert same == {("gpt-nano", 4, 0, RunConfig().lr_final)}, "and all decay"
+    assert same == {("gpt-micro", 2, 0, 0.0)}, "all decay alike"
     assert made[2][0].config.settings["H"] == PERIOD and SLICE % PERIOD == 0, "a slice has whole periods"
     assert out.startswith("thinwire demo: starting, torch is being imported ...\n")
-    for word in ("400 steps on 2 workers", "every 25 steps", "Then 50 steps of each on a link of 100mbit. About 3 minutes"):
+    for word in ("500 steps on 2 workers", "every 25 steps", "Then 50 steps of each on a link of 100mbit. About 3 minutes"):
         assert word in out
     assert "Training 3 of 3\nDiLoCo, H=25: starting 2 workers ...\n" in out
-    assert re.search(r"│ DeMo, 1-bit +│ +2.010 \(\+0.5%\) │ +18.2 MB │ +72x │ +50 ms │ +100 ms │", out)
+    assert re.search(r"│ DeMo, 1-bit +│ +2.010 \(\+0.5%\) │ +6.82 MB │ +125x │ +50 ms │ +100 ms │", out)
     assert "behind links that the kernel holds to 100mbit" in one_line(out)
-    said = "DeMo, 1-bit against torch DDP: 72x fewer bytes, validation loss +0.5%, 3.0x as fast at 100mbit."
+    said = "DeMo, 1-bit against torch DDP: 125x fewer bytes, validation loss +0.5%, 3.0x as fast at 100mbit."
     assert said in one_line(out) and "say little" not in out
     assert out.endswith(f"runs: {tmp_path / 'demo'}\nreport: {tmp_path / 'demo' / 'report.html'}\n")
     assert max(map(len, out.replace(str(tmp_path), "").splitlines())) <= 80
@@ -115,7 +115,7 @@ def test_a_short_demo_says_nothing_that_is_not_so(
     assert "12 steps on 3 workers of this machine" in out and "3 minutes" not in out
     assert "DiLoCo, H=12  the change of its weights, once, at the end" in out
     assert "Then 12 steps of each on a link of 10mbit." in out
-    assert "The settings were chosen for 400 steps: after 12 the losses say little." in out
+    assert "The settings were chosen for 500 steps: after 12 the losses say little." in out
     assert [run.config.lr_warmup for run, _ in made] == [0] * 6
     assert call(capsys, "--steps", 1, "--out", tmp_path / "one")[0] == 0, "the first step is all there is"
 
@@ -137,7 +137,7 @@ def test_it_really_trains_and_ends_with_a_report(
     assert "computed" in out
     assert "It could not be measured: network namespaces need root" in one_line(out)
     page = (tmp_path / "demo" / "report.html").read_text()
-    assert "DiLoCo, H=2" in page and "thinwire train --algorithm demo --task gpt-nano --workers 2 --steps 2" in page
+    assert "DiLoCo, H=2" in page and "thinwire train --algorithm demo --task gpt-micro --workers 2 --steps 2" in page
 
 
 @pytest.mark.slow
@@ -178,8 +178,8 @@ def test_what_cannot_be_timed_is_computed_and_the_table_says_so(
     assert code == 0
     assert "computed" in out and "measured │" not in out
     assert "It could not be measured: rank 1 of `python` was killed by SIGKILL" in one_line(out)
-    # 3,281,408 bytes take 263 ms at 100 Mbit/s, and a step 50 ms
-    assert re.search(r"│ torch DDP +│ +2.000 │ +1.31 GB │ +1x │ +50 ms │ +313 ms │", out)
+    # 1,706,496 bytes take 137 ms at 100 Mbit/s, and a step 50 ms
+    assert re.search(r"│ torch DDP +│ +2.000 │ +853 MB │ +1x │ +50 ms │ +187 ms │", out)
 
 
 @pytest.mark.parametrize(

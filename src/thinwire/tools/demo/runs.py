@@ -54,14 +54,16 @@ class Timing:
 def arms_of(steps: int, workers: int) -> list[Arm]:
     """The baseline, then the methods: the same model, weights, batches and decay, each with the learning rate that suits it."""
     H = min(PERIOD, steps)
-    job = RunConfig(workers=workers, steps=steps, batch=4, lr_warmup=steps // 20, eval_every=4 * PERIOD)
+    job = RunConfig(
+        task="gpt-micro", workers=workers, steps=steps, batch=2, lr_warmup=steps // 20, lr_final=0.0, eval_every=4 * PERIOD
+    )
     outer = {"H": H, "outer_lr": 0.9, "outer_momentum": 0.5}
     return [
         Arm("torch DDP", "every gradient, at every step", replace(job, algorithm="ddp", lr=2e-3)),
         Arm(
             "DeMo, 1-bit",
             "the fast part of its momentum, at every step",
-            replace(job, algorithm="demo", lr=2e-3, wire="DCT(64) >> TopK(256) >> Sign()"),
+            replace(job, algorithm="demo", lr=2e-3, wire="DCT(64) >> TopK(128) >> Sign()"),
         ),
         Arm(
             f"DiLoCo, H={H}",

@@ -31,7 +31,7 @@ def introduction(arms: Sequence[Arm], bandwidth: str) -> str:
     each = "".join(f"  {arm.title:{width}}  {arm.sends}\n" for arm in arms)
     time = " About 3 minutes on 2 idle cores." if (steps, workers) == (STEPS, 2) else ""
     return (
-        "A GPT of 0.8 million parameters learns the source of Python's own library:\n"
+        "A GPT of 0.4 million parameters learns the source of Python's own library:\n"
         f"{counted(steps, 'step')} on {counted(workers, 'worker')} of this machine, {len(arms)} times, from the same weights\n"
         f"and on the same text. What a worker sends:\n{each}"
         f"Then {counted(min(SLICE, steps), 'step')} of each on a link of {bandwidth}.{time}"

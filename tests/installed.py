@@ -16,6 +16,8 @@ import pytest
 from tests.processes import LIMIT
 
 ROOT = Path(__file__).parents[1]
+PATIENCE = 6 * LIMIT  # seconds for one command: to unpack torch has taken 23 minutes on a machine with a load of 20
+patient = pytest.mark.timeout(4 * PATIENCE)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Installed:
         command = [str(self.folder / "bin" / program), *map(str, words)]
         # Rich folds a line that does not fit, and an expected text may be cut in two.
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=3 * LIMIT, cwd=cwd, env=mine | {"COLUMNS": "200"} | (env or {})
+            command, capture_output=True, text=True, timeout=PATIENCE, cwd=cwd, env=mine | {"COLUMNS": "200"} | (env or {})
         )
 
     def pip(self, *words: object, cwd: Path) -> subprocess.CompletedProcess[str]:

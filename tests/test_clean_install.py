@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.installed import ROOT, Installed, install
+from tests.installed import ROOT, Installed, install, patient
 from thinwire import __version__
 
 
@@ -21,6 +21,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 
 @pytest.mark.slow
+@patient
 def test_it_installs_into_an_empty_environment_and_trains(installed: Installed, tmp_path: Path) -> None:
     packages = installed.packages
     assert {"thinwire", "torch"} <= packages
@@ -37,6 +38,7 @@ def test_it_installs_into_an_empty_environment_and_trains(installed: Installed, 
 
 
 @pytest.mark.slow
+@patient
 def test_the_wheel_has_all_of_the_package_and_says_only_what_was_tested(installed: Installed) -> None:
     with zipfile.ZipFile(installed.wheel) as wheel:
         names = set(wheel.namelist())
@@ -53,6 +55,7 @@ def test_the_wheel_has_all_of_the_package_and_says_only_what_was_tested(installe
 
 
 @pytest.mark.slow
+@patient
 def test_the_sdist_has_the_sources_and_builds_the_same_wheel(installed: Installed, tmp_path: Path) -> None:
     with tarfile.open(installed.sdist) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}

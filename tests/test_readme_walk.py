@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.installed import ROOT, Installed, install
+from tests.installed import ROOT, Installed, install, patient
 from tests.test_readme import PRELUDE
 from tests.tools.test_lab import no_lab
 
@@ -118,6 +118,7 @@ def test_the_readme_has_no_command_that_is_not_known() -> None:
 
 
 @pytest.mark.slow
+@patient
 @pytest.mark.usefixtures("network")
 def test_every_line_of_the_readme_works(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     installed = install(tmp_path_factory)

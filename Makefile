@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
-demo: $(VENV)/.core ## Train a small GPT on 2 real workers twice and compare loss and bytes (about 2 minutes).
+demo: $(VENV)/.core ## Train a small GPT on 2 real workers with 3 methods: loss, bytes, speed on a thin link (about 3 minutes).
 	$(BIN)/thinwire demo
 
 test: lint types docs ## Lint, types, docs and the quick tests (what CI runs; about 9 minutes on 2 cores).

@@ -25,7 +25,7 @@ def test_the_code_of_the_readme_runs() -> None:
     names = {"MyModel": MyModel, "loader": batches, "loss_fn": torch.nn.functional.mse_loss}
     exec(block, names)
     opt = names["opt"]
-    assert (opt.steps, opt.rounds, opt.pending_steps) == (40, 2, 0)  # type: ignore[attr-defined]
+    assert (opt.steps, opt.rounds, opt.pending_steps) == (40, 40, 0)  # type: ignore[attr-defined]
     assert bool(torch.isfinite(weights[0]).all())
 
 

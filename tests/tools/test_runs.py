@@ -49,7 +49,7 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
         main(list(map(str, arguments)))
     assert ended.value.code == 2
     said = capfd.readouterr().err
-    assert said.count("\n") == 1, said
+    assert said.splitlines()[0] == "starting 2 workers ..." and said.count("\n") == 2, said
     return said
 
 

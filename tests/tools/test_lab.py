@@ -30,7 +30,8 @@ inf = math.inf
 LONG = "36000"  # seconds that a process sleeps which a test ends
 
 
-def _no_lab() -> str | None:
+def no_lab() -> str | None:
+    """What is missing for a lab here, if anything."""
     if os.geteuid() != 0:
         return "network namespaces of the lab: run the tests as root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
@@ -39,7 +40,7 @@ def _no_lab() -> str | None:
 
 def real(test: Callable[..., None]) -> Callable[..., None]:
     """A test that makes a lab: skipped where it cannot, and alone with the machine's network for as long as it runs."""
-    return pytest.mark.skipif(_no_lab() is not None, reason=_no_lab() or "")(pytest.mark.usefixtures("network")(test))
+    return pytest.mark.skipif(no_lab() is not None, reason=no_lab() or "")(pytest.mark.usefixtures("network")(test))
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def name(request: pytest.FixtureRequest) -> Iterator[str]:
     """A name for a lab that no other test has; whatever is left of the lab is removed."""
     chosen = f"test-{os.getpid()}-{abs(hash(request.node.name)) % 10000}"
     yield chosen
-    if _no_lab() is None:
+    if no_lab() is None:
         take_down(chosen)
 
 

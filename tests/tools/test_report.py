@@ -24,7 +24,6 @@ from tests.tiers import first_quick
 from tests.tools.made_records import PARAMETERS, made_comparison, made_record
 from thinwire.errors import ConfigError, MissingDependency, how_to_install
 from thinwire.tools.cli import main
-from thinwire.tools.commands import demo
 from thinwire.tools.config import RunConfig, write_run_toml
 from thinwire.tools.records import Record, append_record, read_records, thinned
 from thinwire.tools.report import write_report
@@ -37,7 +36,6 @@ from thinwire.tools.report.svg import inline_svg
 from thinwire.tools.report.table import headline, show_p, show_times, table
 from thinwire.tools.report.terminal import show
 from thinwire.tools.report.watch import watch
-from thinwire.tools.runners import SimulatedRunner
 
 EVIDENCE = Path(__file__).parents[2] / "benchmarks" / "records" / "evidence.jsonl"
 SPEEDS = [("10mbit", 1e7), ("100mbit", 1e8), ("1gbit", 1e9)]
@@ -641,36 +639,3 @@ def test_in_a_browser_it_fits_a_phone_and_follows_the_colours_of_the_system(widt
 
 def _channels(colour: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", colour)[:3]]
-
-
-# --- The demo ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_demo_ends_with_a_report_or_says_what_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def launch(folder: Path, *_: Any, **__: Any) -> None:  # the same training, without processes
-        SimulatedRunner(step_time="10ms").run(folder, Console(file=StringIO()))
-
-    monkeypatch.setattr(demo, "launch", launch)
-
-    def call_demo(out: Path) -> str:
-        with pytest.raises(SystemExit) as ended:
-            main(["demo", "--steps", "2", "--out", str(out)])
-        assert ended.value.code == 0
-        return capsys.readouterr().out
-
-    told = call_demo(tmp_path / "one")
-    assert "│ torch DDP" in told and "how much" in told and "at 100mbit" in told
-    assert told.endswith(f"runs: {tmp_path / 'one'}\nreport: {tmp_path / 'one' / 'report.html'}\n")
-    page = (tmp_path / "one" / "report.html").read_text()
-    assert "DiLoCo, H=30" in page and "thinwire train --algorithm diloco --task gpt-nano --workers 2 --steps 2" in page
-
-    def no_matplotlib(*_: Any, **__: Any) -> None:
-        raise MissingDependency("a report needs matplotlib: pip install 'thinwire[report]'")
-
-    monkeypatch.setattr(demo, "write_report", no_matplotlib)
-    told = " ".join(call_demo(tmp_path / "two").split())
-    assert told.endswith(
-        f"no report: a report needs matplotlib: pip install 'thinwire[report]', then thinwire report {tmp_path / 'two'}"
-    )

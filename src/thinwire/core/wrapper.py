@@ -78,7 +78,7 @@ class Wrapper(Algorithm):
             raise ConfigError(f"the inner optimizer must be a torch.optim.Optimizer, got {type(inner).__name__}")
         if isinstance(inner, torch.optim.LBFGS):
             raise ConfigError("LBFGS evaluates its closure several times a step and cannot be an inner optimizer")
-        if isinstance(inner, Algorithm):
+        if isinstance(inner, Algorithm) or hasattr(inner, "link"):
             raise ConfigError(f"{type(inner).__name__} cannot be the inner optimizer of {type(self).__name__}: it uses a link")
         self._wrapping = True
         settings = {"inner": type(inner).__name__, **(settings or {})}
@@ -89,7 +89,7 @@ class Wrapper(Algorithm):
         self._wrapping = False
         if pace == "speed":
             assert isinstance(self.schedule, Every)
-            self.pace = Pace(link, self.schedule.H)
+            self.pace = Pace(self.link, self.schedule.H)
             self.own_state[self._active[0]]["pace"] = self.pace.state
 
     @property

@@ -151,12 +151,14 @@ class Advice:
         offers: in the order of `METHODS`.
         sentence: the recommendation.
         best: the offer that it recommends, with the settings that it recommends; None where nothing is enough.
+        closest: where nothing is, what comes closest; else one with a much smaller loss that computes less, if there is one.
         warm_seconds: what the synchronous steps of a warm start would take.
     """
 
     offers: tuple[Offer, ...]
     sentence: str
     best: Offer | None
+    closest: Offer | None
     warm_seconds: float
 
 
@@ -185,7 +187,7 @@ def advise(model: nn.Module, cluster: Cluster, *, utilisation: float = 0.95, wis
     best = _best(offers, model, cluster, utilisation)
     below = math.inf if best is None or best.loss is None else best.loss.percent
     closest = _closest(offers, model, cluster, below=below)
-    return Advice(offers, _sentence(best, closest, ddp, utilisation), best, WARM_STEPS * ddp.seconds_per_step)
+    return Advice(offers, _sentence(best, closest, ddp, utilisation), best, closest, WARM_STEPS * ddp.seconds_per_step)
 
 
 def offer_of(method: Method, model: nn.Module, cluster: Cluster, utilisation: float, wishes: Wishes) -> Offer:

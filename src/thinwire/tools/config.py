@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -161,12 +160,13 @@ MAY_CHANGE = {"steps", "workers", "eval_every"}
 
 def versions() -> dict[str, str]:
     """What the result may depend on besides the settings."""
-    import torch  # here, since it takes seconds; its metadata may be missing where it was built from source
+    import numpy as np  # here, since torch takes seconds; their metadata may be missing where they were built from source
+    import torch
 
     return {
         "thinwire": thinwire.__version__,
         "torch": str(torch.__version__),
-        "numpy": metadata.version("numpy"),
+        "numpy": np.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
     }

@@ -115,6 +115,21 @@ def measure(link: Link) -> Measurements:
     return _measure_ring(link, Measurements(pairs))
 
 
+def measure_ring(link: Link) -> Measurements:
+    """Measure the ring alone, in some seconds: messages grow until one takes long enough; called by all ranks together."""
+    if link.size < 2:
+        return Measurements()
+    nbytes, rate = SMALLEST, 0.0
+    for _ in range(LADDER):
+        told = tell_each_other(link, _all_reduce(link, nbytes))
+        seconds = max(_numbers([each], 1, rank)[0] for rank, each in enumerate(told))  # all go by the slowest
+        rate = 8 * ring_traffic("mean", [nbytes] * link.size, 0).sent / max(seconds, 1e-9)
+        if seconds > TARGET / 3 or nbytes >= LARGEST:
+            break
+        nbytes *= 4
+    return _measure_ring(link, {}, rate)
+
+
 def tournament(players: int) -> list[list[int | None]]:
     """Rounds in which everybody meets everybody once: the partner of each, in order; None for who has none.
 

@@ -48,8 +48,8 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
     with pytest.raises(SystemExit) as ended:
         main(list(map(str, arguments)))
     assert ended.value.code == 2
-    said = capfd.readouterr().err
-    assert said.splitlines()[0] == "starting 2 workers ..." and said.count("\n") == 2, said
+    said = capfd.readouterr().err.removeprefix("starting 2 workers ...\n")  # which comes before torch is imported
+    assert said.count("\n") == 1, said
     return said
 
 

@@ -23,6 +23,11 @@ FAMILIES = {
     "decoupled-diloco": ("decoupled DiLoCo, consensus", "tab:green", "o"),
     "decoupled-diloco published": ("decoupled DiLoCo, published rule", "tab:red", "x"),
 }
+SPEEDS = (
+    ("1gbit", "1 Gbit/s", "tab:green", "o"),
+    ("100mbit", "100 Mbit/s", "tab:blue", "D"),
+    ("10mbit", "10 Mbit/s", "tab:red", "s"),
+)
 
 
 def family(arm: Arm) -> str:
@@ -144,7 +149,7 @@ def draw_clocks() -> Path:
             labels.append((arm.name, (x, y), color))
     axes.set(
         xscale="log",
-        xlim=(0.7, 1e3),
+        xlim=(0.7, 3e3),
         xlabel="how many times fewer bytes a worker sends than in DDP's ring after the warm start, 4 workers",
         ylabel="validation loss (nats per byte)",
         title="gpt-nano, 4 workers, 256 synchronous steps, then 768 of the method; bars: least and largest of the seeds",
@@ -162,10 +167,10 @@ def draw_thin_wire() -> Path:
     rows = record.last("thin_wire")["rows"]
     ways = list(dict.fromkeys(row["way"] for row in rows))[::-1]
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
-    for speed, color, marker in (("1gbit", "tab:green", "o"), ("100mbit", "tab:blue", "D"), ("10mbit", "tab:red", "s")):
+    for speed, shown, color, marker in SPEEDS:
         found = [row for row in rows if row["speed"] == speed]
         x, y = [row["factor"] for row in found], [ways.index(row["way"]) for row in found]
-        axes.plot(x, y, color=color, marker=marker, linestyle="none", label=speed.replace("bit", "bit/s"))
+        axes.plot(x, y, color=color, marker=marker, linestyle="none", label=shown)
     axes.set(xscale="log", xlabel="time per step, over the same job without communication")
     axes.set_xticks([1, 2, 5, 10, 20, 30], labels=["1", "2", "5", "10", "20", "30"])
     axes.set_yticks(range(len(ways)), labels=ways)

@@ -32,10 +32,10 @@ from thinwire.links.ddp import MeteredDDP
 from thinwire.links.torch import TorchLink
 from thinwire.network import Op
 from thinwire.payload import LONGEST, Payload
+from thinwire.tools.command_flags import TrainFlags
 from thinwire.tools.commands.train import _agree_on_folder
 from thinwire.tools.config import RunConfig
 from thinwire.tools.doctor import inspect_machine, machine_of, measure, tell_each_other
-from thinwire.tools.start import TrainFlags
 from thinwire.tools.train import Trainer
 
 Forge = Callable[[Payload], Payload]

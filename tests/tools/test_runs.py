@@ -141,7 +141,10 @@ def test_ctrl_c_ends_all_workers_and_says_so(tmp_path: Path) -> None:
         finally:
             job.kill()
     assert job.returncode == 130
-    assert errors == "thinwire: error: stopped by Ctrl-C; finished checkpoints are kept\n"
+    first, last = errors.splitlines()
+    assert first == "starting 2 workers ..."
+    assert last.startswith(f"thinwire: stopped by Ctrl-C; the run is in {tmp_path / 'run'}; "), "which is no error"
+    assert last.endswith(f": thinwire train --resume --out {tmp_path / 'run'}")
     assert not any(_is_running(worker) for worker in workers)
 
 

@@ -43,6 +43,7 @@ from thinwire.checkpoint.processes import Processes
 from thinwire.checkpoint.resize import fill_for_another_world, fill_for_other_shards, taken_from_first
 from thinwire.core.buffers import check_statistics
 from thinwire.core.optimizer import Algorithm
+from thinwire.core.phases import Phases, at_work
 from thinwire.core.state_layout import check_state, state_layout
 from thinwire.errors import CheckpointError
 from thinwire.links.base import Link
@@ -74,7 +75,7 @@ class Resumed:
 def save(
     folder: Path,
     model: nn.Module,
-    optimizer: Algorithm,
+    optimizer: Algorithm | Phases,
     link: Link,
     *,
     extra: Mapping[str, float] | None = None,
@@ -97,7 +98,7 @@ def save(
     Raises:
         CheckpointError: on all workers, where it could not be written; what was saved before is untouched.
     """
-    folder = Path(folder)
+    folder, optimizer = Path(folder), at_work(optimizer)
     reshard(model)
     check_statistics(optimizer, model)
     optimizer.engine.settle_missing()  # no worker may be behind the others in what is saved
@@ -148,7 +149,7 @@ def save(
     return path
 
 
-def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link) -> Resumed:
+def load(path: Path, model: nn.Module, optimizer: Algorithm | Phases, link: Link) -> Resumed:
     """Take over a checkpoint; called by all workers, on all of their shards.
 
     With the number of workers that wrote it, training goes on bit for bit. With another number, replicated state is taken
@@ -168,7 +169,7 @@ def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link) -> Resu
     """
     path = Path(path)
     reshard(model)
-    processes = Processes(link, state_layout(optimizer).trained)
+    processes = Processes(link, state_layout(at_work(optimizer)).trained)
     result: list[_Read] = []
 
     def read() -> str:
@@ -262,8 +263,9 @@ class _Read:
     notes: list[str]
 
 
-def _read(path: Path, model: nn.Module, optimizer: Algorithm, processes: Processes) -> _Read:
+def _read(path: Path, model: nn.Module, whole: Algorithm | Phases, processes: Processes) -> _Read:
     description, sums = read_description(path)
+    optimizer = whole.be_at(description.step) if isinstance(whole, Phases) else whole
     check_fits(description, path, optimizer)
     same_world = description.workers == processes.workers
     if not same_world and 0 in description.groups[0].get("resync", []) and optimizer.joiner_copies("param"):

@@ -25,9 +25,11 @@ from thinwire.core.policy import Policy, PolicyOptions
 from thinwire.core.replicas import drift
 from thinwire.core.rounds import RoundEngine
 from thinwire.core.shared_model import shared_model
-from thinwire.core.slots import WHOSE, SlotOptimizer, Start
+from thinwire.core.slots import WHOSE, Start
+from thinwire.core.stats import Reporting, Watch
 from thinwire.errors import ConfigError, RoundAborted
 from thinwire.links.base import Link
+from thinwire.links.metered import metered
 from thinwire.payload import describe, zero_invalid_
 from thinwire.schedules import Schedule, as_schedule
 from thinwire.sharding.shards import local
@@ -35,7 +37,7 @@ from thinwire.sharding.shards import local
 __all__ = ["Algorithm", "Policy", "PolicyOptions", "Start"]
 
 
-class Algorithm(SlotOptimizer):
+class Algorithm(Reporting):
     """Base of all methods that own their update rule; `Wrapper` is the base of those around an inner optimizer.
 
     Args:
@@ -55,11 +57,13 @@ class Algorithm(SlotOptimizer):
     sends_fragments: ClassVar[bool] = False
     needs_whole_tensors: ClassVar[bool] = False  # cannot train a model that is sharded
     pace: Pace | None = None  # of workers that take different numbers of steps per round
+    takes_over: ClassVar[tuple[str, ...]] = ()  # slots that it takes from the inner optimizer of a start, where that has them
     in_pairs: ClassVar[bool] = False  # a round is between two workers: one pair may refuse it while the others take it
 
     # GradScaler then always calls step() and leaves the unscaling to us. Without it, the one worker that found an Inf would
     # skip step() and with it the collective that all others are waiting in.
     _step_supports_amp_scaling = True
+    grad_scale: Tensor  # there while a GradScaler calls step()
 
     def __init__(
         self,
@@ -78,7 +82,8 @@ class Algorithm(SlotOptimizer):
         if not isinstance(link, Link):
             raise ConfigError(f"link must be a thinwire Link such as thinwire.connect() returns, got {type(link).__name__}")
         self.policy = Policy.of(options)
-        self.link, self.schedule = link, as_schedule(H)
+        self.link, self.meter = metered(link)
+        self.schedule, self.watch = as_schedule(H), Watch()
         self.peers = link.peers()  # of the round at hand
         codec = Dense() if codec is None else check_codec(codec)
         if self.schedule.fragments > 1 and not self.sends_fragments:

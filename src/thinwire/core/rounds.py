@@ -201,6 +201,7 @@ class RoundEngine:
                 opt.set_counter("thinwire_synced", opt.steps)
         if opt.pace is not None:  # `finish()` may end a round in the middle of its steps: quotas change between whole ones
             opt.pace.agree(opt.shards, settle=opt.pace.in_step(opt.steps))
+        opt.watch.tell(opt)
 
     def begin(self, flight: InFlight) -> None:
         """Make this the round at hand."""
@@ -214,7 +215,8 @@ class RoundEngine:
         if opt.pace is not None:
             opt.pace.committed()
         opt.committed()
-        opt.apply(replace(arrived, which=flight.which, last=flight.last))
+        with opt.watch.measured(opt, flight.which):
+            opt.apply(replace(arrived, which=flight.which, last=flight.last))
         flight.exchange = None  # it holds messages as long as the model, and `current` would keep it until the next round
 
     def _agree(self, flight: InFlight) -> Arrived | None:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Unpack
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ class Wrapper(Algorithm):
             raise ConfigError(f"the inner optimizer must be a torch.optim.Optimizer, got {type(inner).__name__}")
         if isinstance(inner, torch.optim.LBFGS):
             raise ConfigError("LBFGS evaluates its closure several times a step and cannot be an inner optimizer")
-        if isinstance(inner, Algorithm):
+        if isinstance(inner, Algorithm) or hasattr(inner, "link"):
             raise ConfigError(f"{type(inner).__name__} cannot be the inner optimizer of {type(self).__name__}: it uses a link")
         self._wrapping = True
         settings = {"inner": type(inner).__name__, **(settings or {})}
@@ -88,7 +89,7 @@ class Wrapper(Algorithm):
         self._wrapping = False
         if pace == "speed":
             assert isinstance(self.schedule, Every)
-            self.pace = Pace(link, self.schedule.H)
+            self.pace = Pace(self.link, self.schedule.H)
             self.own_state[self._active[0]]["pace"] = self.pace.state
 
     @property
@@ -325,9 +326,24 @@ def _is_moment(key: str, value: object, p: Tensor) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.shape == p.shape and not key.startswith("step")
 
 
+# What `_placeholders` found on meta tensors, by optimizer, settings and shape: a step without values takes milliseconds too.
+_FOUND_ON_META: WeakKeyDictionary[Optimizer, dict[object, dict[str, Any]]] = WeakKeyDictionary()
+
+
 def _placeholders(inner: Optimizer, p: Tensor) -> dict[str, Any]:
     """The state that `inner` would make for `p` at its first step, zeroed; found by stepping a twin on a tensor of zeros."""
     group = next(g for g in inner.param_groups if any(q is p for q in g["params"]))
+    if not p.is_meta:
+        return {k: torch.zeros_like(v) if isinstance(v, Tensor) else v for k, v in _first_state(inner, group, p).items()}
+    settings = repr([(name, value) for name, value in group.items() if name != "params"])
+    found, key = _FOUND_ON_META.setdefault(inner, {}), (settings, p.shape, p.dtype)
+    if key not in found:
+        found[key] = _first_state(inner, group, p)
+    empty = {k: torch.empty(v.shape, dtype=v.dtype, device=v.device) for k, v in found[key].items() if isinstance(v, Tensor)}
+    return found[key] | empty
+
+
+def _first_state(inner: Optimizer, group: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
     stand_in = torch.nn.Parameter(torch.zeros_like(p.detach()))
     stand_in.grad = torch.zeros_like(stand_in)
     twin = object.__new__(type(inner))
@@ -338,4 +354,4 @@ def _placeholders(inner: Optimizer, p: Tensor) -> dict[str, Any]:
     if isinstance(lr := group.get("lr"), float) and lr > 1:  # of a wrong one, such as 1e38, the step would overflow
         twin.param_groups[0]["lr"] = 1.0
     twin.step()
-    return {k: torch.zeros_like(v) if isinstance(v, Tensor) else v for k, v in twin.state.get(stand_in, {}).items()}
+    return dict(twin.state.get(stand_in, {}))

@@ -40,13 +40,12 @@ class Labels:
     """Names beside points, each where it covers neither a point nor a name that is there already.
 
     Args:
-        axes: the axes, with their scales and limits set.
+        axes: the axes, with their scales and limits set, drawn once.
         points: all points of the figure.
     """
 
     def __init__(self, axes: Axes, points: list[tuple[float, float]]) -> None:
         self._axes = axes
-        axes.figure.draw_without_rendering()  # so that data have their places
         self._taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in axes.transData.transform(points)]
 
     def put(self, text: str, point: tuple[float, float], color: str) -> None:
@@ -97,6 +96,7 @@ def draw() -> Path:
     )
     axes.grid(True, which="both", alpha=0.25)
     axes.legend(fontsize=8, loc="upper left")
+    figure.draw_without_rendering()  # so that points have their places
     _write(labels, axes)
     FIGURES.mkdir(exist_ok=True)
     path = FIGURES / "frontier.svg"
@@ -155,6 +155,7 @@ def draw_clocks() -> Path:
         title="gpt-nano, 4 workers, 256 synchronous steps, then 768 of the method; bars: least and largest of the seeds",
     )
     axes.grid(True, which="both", alpha=0.25)
+    figure.draw_without_rendering()  # so that points have their places
     _write(labels, axes)
     path = FIGURES / "clocks.svg"
     figure.savefig(path, metadata={"Date": None})

@@ -297,7 +297,7 @@ def test_settings_are_checked() -> None:
 
 def test_a_message_verifies_only_as_what_it_is() -> None:
     chain, signer = bytes(range(32)), Unsigned(3)
-    told = Message(5, 3, chain, 20, True, 0.5, b"12345678")
+    told = Message(5, 3, chain, 20, True, True, b"12345678")
     raw = seal_message(signer, told)
     assert open_message(signer, raw, number=5, sender=3, chain=chain) == told
     flipped = [raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :] for at in range(len(raw))]
@@ -333,14 +333,33 @@ def test_a_manifest_is_written_in_one_way_and_refused_in_any_other() -> None:
 def test_deadlines_come_from_what_was_measured() -> None:
     waits = Waits(3.0, 0.05, 10.0)
     assert waits.deadline() == waits.silence() == 10.0
-    waits.took([1.0] * 5)
-    assert waits.deadline() == 0.25, "at least a quarter of a round"
+    assert waits.long_round() == 0.0
+    waits.took([1.0, 1.0, 0.0, 2.0, 1.0])
+    assert waits.deadline() == 0.5, "a machine may be busy for a moment"
+    assert waits.long_round() == 1.5 and waits.silence() == 10.0
     for seconds in (0.2, 0.2, 9.0):
         waits.waited(seconds)
     assert waits.deadline() == pytest.approx(0.6), "three times the median; one slow round does not count"
     pauses = waits.pauses()
     taken = [next(pauses) for _ in range(10)]
     assert taken[0] == 0.05 and max(taken) == pytest.approx(0.6 / 8) and taken == sorted(taken)
+
+
+def test_who_sends_at_once_what_was_left_out_waits_for_a_whole_round_of_the_others() -> None:
+    """Or two workers would shut each other out in turn, round by round."""
+    store = MemoryStore()
+    a, b = founded(store, (0, 1), first_wait=0.0)
+    for step in (4, 8):
+        for each in (a, b):
+            each.clock += 1.0  # of local work
+        for ticket in [send(a, 1, step), send(b, 2, step)]:
+            ticket.wait()
+    assert a.waits.periods == pytest.approx([1.0, 1.0])
+    a.kept = True
+    ticket, started = send(a, 3, 12), a.clock
+    assert ticket.wait()[0].sender == 0
+    assert 1.5 < a.clock - started < 2.0
+    assert a.waits.periods == pytest.approx([1.0, 1.0]), "a round without new work does not count"
 
 
 def test_checkpoints_older_than_two_go_with_the_messages_before_them_and_manifests_stay(
@@ -360,8 +379,8 @@ def test_checkpoints_older_than_two_go_with_the_messages_before_them_and_manifes
         *(f"00000004/{i}" for i in "012"),
         "00000004/manifest-0",
     ]
-    store.create("ckpt/00000009-1", b"garbage" * 10)
-    store.create("ckpt/00000008-1", bytes(1000))
+    for name in ("00000009-1", "99999999-1", "00000008-\u00b2", "x"):
+        store.create(f"ckpt/{name}", b"garbage" * 10)
     with caplog.at_level(logging.WARNING):
         assert list(archive.states(most=100)) == [b"state 4", b"state 3"]
     assert caplog.text.count("is passed over") == 2

@@ -115,9 +115,10 @@ class ElasticEngine(RoundEngine):
         if due := opt.schedule.due(opt.steps):
             counted = self._round(opt.steps, due, opt.send)
             for _ in range(_RESENDS):
-                if counted or self.link.ended:
-                    break
-                counted = self._send_kept()
+                if not counted and not self.link.ended:
+                    counted = self._send_kept()
+            if not counted and not self.link.ended and (opt.carried() is None or self.block is None):
+                self.history.enter()  # with nothing: what it has trained on is issued again
 
     def finish(self) -> None:
         """Bring in what no round has counted yet, and tell the others that the run has ended."""
@@ -130,7 +131,7 @@ class ElasticEngine(RoundEngine):
                 if counted or self.link.ended:
                     break
                 self.follow()
-                counted = self._round(self.opt.steps, everything, self._kept, last=True)
+                counted = self._round(self.opt.steps, everything, self._kept, last=True, kept=True)
         if not self.link.ended:
             self.link.say("end")
             self.link.ended = True
@@ -139,19 +140,23 @@ class ElasticEngine(RoundEngine):
         """Nothing: a message that cannot be read is left out by all."""
 
     def _send_kept(self) -> bool:
-        """Follow to the newest round, and send there at once what was left out; whether it was counted."""
+        """Follow to the newest round, and send there at once what was left out; whether nothing is left to send."""
         self.follow()
-        if self.opt.carried() is None or not self.carrying:
+        if self.opt.carried() is None:
+            return False
+        if not self.carrying:
             return True
         step = next(s for s in range(self.opt.steps + 1, self.opt.steps + _FAR) if self._which(s, last=False)[1])
-        return self._round(step, self.opt.schedule.due(step), self._kept)
+        return self._round(step, self.opt.schedule.due(step), self._kept, kept=True)
 
     def _kept(self) -> Outgoing:
         out = self.opt.carried()
         assert out is not None
         return out
 
-    def _round(self, step: int, due: tuple[int, ...], make: Callable[[], Outgoing], *, last: bool = False) -> bool:
+    def _round(
+        self, step: int, due: tuple[int, ...], make: Callable[[], Outgoing], *, last: bool = False, kept: bool = False
+    ) -> bool:
         """Send a message in the round at hand, and take what the round brings; whether the message was counted."""
         which = self.opt.which(due)
         if not which:
@@ -160,7 +165,7 @@ class ElasticEngine(RoundEngine):
         opt.set_counter("thinwire_step", step)
         flight = InFlight(self.link.place.number, step, due, which, last, opt.link.peers())
         self.begin(flight)
-        self.link.terms = self._terms(step, last=last)
+        self.link.terms, self.link.kept = self._terms(step, last=last), kept
         out = make()
         if self._mark_invalid(flight.number, again=False):
             out = replace(out, invalid=True)
@@ -169,7 +174,7 @@ class ElasticEngine(RoundEngine):
         try:
             exchange.ticket.wait()
         except RoundGone as gone:
-            self.history.take_checkpoint(str(gone))
+            self.history.take_checkpoint(str(gone), after=gone.number)
             return True  # nothing is left to send again
         decided = None if self.link.ended else self.link.decided
         if decided is None:

@@ -49,16 +49,23 @@ class History:
                 return
         raise LinkError(f"worker {self.link.rank} said hello in {_MOST_ENTRIES} rounds, and was expected in none")
 
-    def begin_at_checkpoint(self, *, needed: bool) -> None:
-        """Take the newest checkpoint that can be read, and that the manifests since belong to."""
+    def begin_at_checkpoint(self, *, needed: bool, after: int = -1) -> None:
+        """Take the newest checkpoint that can be read.
+
+        Args:
+            needed: raise a `LinkError` where there is none.
+            after: the number of a round whose messages are gone: the checkpoint must be of that one or a later one.
+        """
         for state in self.link.archive.states(most=transfer.most_nbytes(self.opt)):
             try:
-                extra = transfer.unpack(self.opt, state)
-                place = extra["place"]
-                self.engine.ledger = Ledger.from_json(extra["ledger"])
-                self.link.start_over(
-                    Place(**place | {"chain": bytes.fromhex(place["chain"]), "expected": tuple(place["expected"])})
-                )
+                extra = transfer.read_extra(state)
+                told, ledger = extra["place"], Ledger.from_json(extra["ledger"])
+                place = Place(**told | {"chain": bytes.fromhex(told["chain"]), "expected": tuple(told["expected"])})
+                if place.number <= after:
+                    break
+                transfer.unpack(self.opt, state)
+                self.link.start_over(place)
+                self.engine.ledger = ledger
                 self.link.waits.took([float(seconds) for seconds in extra["periods"]])
             except (CheckpointError, KeyError, TypeError, ValueError) as error:
                 log.warning("a checkpoint is passed over: %s", error)
@@ -90,9 +97,9 @@ class History:
             return self.link.next_round()
         except RoundGone as gone:
             if self.engine.joined:
-                self.take_checkpoint(str(gone))
+                self.take_checkpoint(str(gone), after=gone.number)
             else:
-                self.begin_at_checkpoint(needed=True)
+                self.begin_at_checkpoint(needed=True, after=gone.number)
             return self.link.next_round()
 
     def _follow_one(self, decided: Decided) -> None:
@@ -112,9 +119,9 @@ class History:
         if ids[manifest.number // every % len(ids)] == self.link.rank:
             self.save()
 
-    def take_checkpoint(self, why: str) -> None:
-        """Begin again at the newest checkpoint, as a worker that comes."""
+    def take_checkpoint(self, why: str, *, after: int = -1) -> None:
+        """Begin again at the newest checkpoint, as a worker that comes; `after`: see `begin_at_checkpoint`."""
         log.warning("worker %d takes the newest checkpoint, and what it had not sent is lost: %s", self.link.rank, why)
-        self.begin_at_checkpoint(needed=True)
+        self.begin_at_checkpoint(needed=True, after=after)
         self.follow()
         self.enter()

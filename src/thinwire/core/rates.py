@@ -52,7 +52,7 @@ class Rates:
             self.set(mine)
 
     def move_schedulers(self, *, step: bool = False) -> None:
-        """After a jump: schedulers count the run's steps. The user's loop counts the last one itself, unless `step` is given."""
+        """After a jump: schedulers count the run's steps; the last one is counted by the user's loop, or here (`step`)."""
         for scheduler in self.schedulers:
             scheduler.last_epoch = max(0, self.opt.steps - 1)
             if step:

@@ -232,6 +232,8 @@ class ElasticEngine(RoundEngine):
         if self._diverged(manifest, verdict, exchange.state_hash):
             return False
         included = self._apply_verdict(flight, verdict, decided)
+        if not self.history.replaying:
+            opt.watch.tell(opt)
         self.history.write_in_turn(manifest, mine=decided.mine)
         return included
 

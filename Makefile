@@ -18,11 +18,12 @@ demo: $(VENV)/.core ## Train a small GPT on 2 real workers twice and compare los
 test: lint types docs ## Lint, types, docs and the quick tests (what CI runs; about 9 minutes on 2 cores).
 	$(PYTEST)
 
-test-full: lint types docs ## The same with the slow tests (about 25 minutes on 2 cores).
+test-full: lint types docs $(VENV)/.servers ## The same with the slow tests (about 25 minutes on 2 cores).
 	$(PYTEST) -m ""
 
-chaos: $(VENV)/.dev ## Kill workers of 5 methods again and again; each run must end as if nothing had happened.
+chaos: $(VENV)/.servers ## Kill workers of 5 methods again and again; each run must end as if nothing had happened.
 	$(BIN)/python -m benchmarks.chaos
+	$(BIN)/python -m benchmarks.elastic
 
 lint: $(VENV)/.dev ## Ruff (rules and format) and the import layers.
 	$(BIN)/ruff check .
@@ -64,3 +65,7 @@ $(VENV)/.core: $(VENV)/.python pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.python pyproject.toml constraints.txt
 	$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.core
+
+$(VENV)/.servers: $(VENV)/.dev
+	$(PIP) -e '.[dev,servers]'
+	@touch $@

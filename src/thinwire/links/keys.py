@@ -34,7 +34,9 @@ class PublicKey:
                 raise ValueError(text)
             self._key = _ed25519().Ed25519PublicKey.from_public_bytes(raw)
         except ValueError as error:
-            raise ConfigError(f"a public key is {PREFIX} and 44 characters, as `thinwire keys new` prints it, got {text!r}") from error
+            raise ConfigError(
+                f"a public key is {PREFIX} and 44 characters, as `thinwire keys new` prints it, got {text!r}"
+            ) from error
         self.text = PREFIX + base64.b64encode(raw).decode()
 
     def __repr__(self) -> str:
@@ -126,6 +128,8 @@ class Ed25519(Signer):
         keys: public keys by number; a roster adds to it.
         context: what every signature is for besides the data: the run, so that nothing of one run is worth anything in another.
     """
+
+    nbytes = SIGNATURE
 
     def __init__(self, key: PrivateKey, id: int, keys: Mapping[int, PublicKey], *, context: bytes):
         """Keep them."""

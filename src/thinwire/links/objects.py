@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from thinwire.errors import ConfigError, LinkError, MissingDependency, WireError
-from thinwire.links.manifest import Store
+from thinwire.links.manifest import MOST_MANIFEST, Store, check_size
 
 if TYPE_CHECKING:
     import obstore.store
@@ -27,7 +27,6 @@ T = TypeVar("T")
 
 SCHEMES = ("s3", "gs", "az", "file")
 MOST_NAMES = 100_000  # of one listing: whoever writes more names than that wants to exhaust memory
-MOST_DECIDED = 1 << 20  # bytes of an object that workers decide on
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 2.0  # seconds between two tries
 _ANSWER = 20.0  # seconds that a request may take besides the time of its bytes
 _SLOWEST = 1e5  # bytes per second: a link of 1 Mbit/s, with room to spare
@@ -67,9 +66,9 @@ class ObjectStore(Store):
             return False
         return there is None or there == data
 
-    def decide(self, key: str, proposal: bytes) -> bytes:
-        """The object of this key: the proposal where there was none."""
-        there = self._write(key, proposal, most=MOST_DECIDED)
+    def decide(self, key: str, proposal: bytes, *, most: int = MOST_MANIFEST) -> bytes:
+        """Propose the contents of a key; returns what stands there for good. One request where this worker wins, else two."""
+        there = self._write(key, proposal, most=most)
         return proposal if there is None else there
 
     def get(self, key: str, *, most: int) -> bytes | None:
@@ -81,16 +80,14 @@ class ObjectStore(Store):
 
         def ask(client: obstore.store.ObjectStore) -> bytes:
             result = _obstore().get(client, key)
-            if result.meta["size"] > most:
-                raise WireError(f"the object {key!r} has {result.meta['size']} bytes, at most {most} are allowed")
+            check_size(key, result.meta["size"], most)
             return bytes(result.bytes())
 
         try:
             data = self._ask("GET", ask, nbytes=most)
         except FileNotFoundError:
             return None
-        if len(data) > most:  # whatever the server said before
-            raise WireError(f"the object {key!r} has {len(data)} bytes, at most {most} are allowed")
+        check_size(key, len(data), most)  # whatever the server said before
         return data
 
     def list(self, prefix: str) -> dict[str, int]:
@@ -114,20 +111,20 @@ class ObjectStore(Store):
             except FileNotFoundError:
                 continue
 
-    def probe(self, id: int) -> None:
+    def probe(self, who: int | str) -> None:
         """Refuse a store that overwrites what was to be written only where nothing was.
 
         Args:
-            id: of this worker; each has a key of its own for this.
+            who: this worker; each has a key of its own for this.
 
         Raises:
             ConfigError: the store says that it had written, twice.
         """
-        key, first, second = f"probe/{id}", secrets.token_bytes(16), secrets.token_bytes(16)
+        key, first, second = f"probe/{who}", secrets.token_bytes(16), secrets.token_bytes(16)
         if self._put(key, first) and self._put(key, second):
             raise ConfigError(
-                f"{self.url} has no conditional put: it overwrote an object that was to be written only where there was none. "
-                "Name a keeper, the one worker that writes manifests (thinwire run create ... --keeper ID), or use another store"
+                f"{self.url} has no conditional put: it overwrote an object that was to be written only where there was none. Name "
+                "a keeper, the one worker that writes manifests (thinwire run create ... --keeper ID), or use another store"
             )
 
     # --- Requests ---------------------------------------------------------------------------------------------------------
@@ -174,7 +171,9 @@ class ObjectStore(Store):
             self.requests[kind] += 1
             try:
                 return request(client)
-            except (FileNotFoundError, FileExistsError, AlreadyExistsError):
+            except (FileNotFoundError, FileExistsError, AlreadyExistsError) as error:
+                if kind == "PUT" and isinstance(error, FileNotFoundError):
+                    raise LinkError(f"{self.url}: there is no such bucket: {_short(error)}") from error
                 raise
             except (PermissionDeniedError, UnauthenticatedError, InvalidPathError, NotSupportedError) as error:
                 raise LinkError(f"{self.url} refuses a {kind}: {_short(error)}") from error
@@ -231,7 +230,9 @@ class _Clients:
 
     def _plain_http(self) -> bool:
         """Without TLS only to this machine, or where the environment allows it."""
-        endpoint = str(self.options.get("endpoint") or os.environ.get("AWS_ENDPOINT") or os.environ.get("AWS_ENDPOINT_URL") or "")
+        endpoint = str(
+            self.options.get("endpoint") or os.environ.get("AWS_ENDPOINT") or os.environ.get("AWS_ENDPOINT_URL") or ""
+        )
         allowed = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
         return allowed or endpoint.startswith(("http://127.0.0.1:", "http://localhost:", "http://[::1]:"))
 

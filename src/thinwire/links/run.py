@@ -201,7 +201,7 @@ class SignedRoster(Roster):
             raise ConfigError(f"{key.text} is not in the roster, so that there is nothing to revoke")
         id = newest.keys.index(key)
         if self.run.keeper == id:
-            raise ConfigError(f"worker {id} is the keeper, which alone writes manifests: without it the run would stop for good")
+            raise ConfigError(f"worker {id} is the keeper, which alone writes manifests: without it the run would stop")
         if len(newest.members) <= self.run.quorum:
             raise ConfigError(f"{len(newest.members)} workers are left and a round needs {self.run.quorum}: add one first")
         self._write(owner, newest, newest.keys, newest.revoked | {id})
@@ -209,7 +209,9 @@ class SignedRoster(Roster):
 
     def _write(self, owner: PrivateKey, before: Revision, keys: Sequence[PublicKey], revoked: frozenset[int]) -> None:
         if owner.public != self.run.owner:
-            raise ConfigError(f"only the owner of the run, {self.run.owner.text}, changes its roster; this key is {owner.public.text}")
+            raise ConfigError(
+                f"only {self.run.owner.text} owns the run and changes its roster; this key is {owner.public.text}"
+            )
         _check_workers(keys, self.run.quorum, self.run.keeper)
         body = {
             "format": FORMAT,
@@ -221,7 +223,7 @@ class SignedRoster(Roster):
         }
         sealed = _seal(owner, body)
         if not any(self._store.create(key, sealed) for key in _roster_keys(before.number + 1)):
-            raise LinkError(f"all {SQUATS} keys of the next roster are taken by others: remove what is below roster/ and unsound")
+            raise LinkError(f"all {SQUATS} keys of the next roster are taken by others: remove those below roster/")
         if not self._read(before.number + 1) or self._known[-1].token != _token(before.number + 1, sealed):
             raise ConfigError("the roster was changed from elsewhere at the same moment: see `thinwire run show` and try again")
 
@@ -255,7 +257,11 @@ def _token(number: int, sealed: bytes) -> str:
 def _seal(owner: PrivateKey, body: dict[str, Any]) -> bytes:
     """A line of JSON and the owner's signature."""
     text = json.dumps(body, sort_keys=True).encode()
-    return text + b"\n" + owner.sign(_CONTEXT + text).hex().encode() + b"\n"
+    return _sealed(text, owner.sign(_CONTEXT + text))
+
+
+def _sealed(text: bytes, signature: bytes) -> bytes:
+    return text + b"\n" + signature.hex().encode() + b"\n"
 
 
 def _open(sealed: bytes, owner: PublicKey | None) -> dict[str, Any]:
@@ -266,12 +272,12 @@ def _open(sealed: bytes, owner: PublicKey | None) -> dict[str, Any]:
     """
     text, _, signature = sealed.removesuffix(b"\n").rpartition(b"\n")
     try:
-        body = json.loads(text)
+        body, raw = json.loads(text), bytes.fromhex(signature.decode())
         signer = owner or PublicKey(body["owner"])
-        sound = len(signature) == 2 * SIGNATURE and signer.verify(_CONTEXT + text, bytes.fromhex(signature.decode()))
+        sound = len(raw) == SIGNATURE and signer.verify(_CONTEXT + text, raw)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WireError(f"not an object that the owner of a run writes: {str(error)[:100]}") from error
-    if not sound:
+    if not sound or sealed != _sealed(text, raw):  # written in one way only: the SHA-256 of it names the run
         raise WireError("the signature is not the owner's")
     if body.get("format") != FORMAT:
         raise WireError(f"format {str(body.get('format'))[:20]}, this version of thinwire reads {FORMAT}")

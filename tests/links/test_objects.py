@@ -7,6 +7,8 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +97,8 @@ def test_names_below_a_prefix_with_their_sizes(store: Store) -> None:
 def test_of_many_who_write_at_once_one_wins(store: Store) -> None:
     proposals = [f"proposal {i}".encode() for i in range(8)]
     for key in ("a", "b", "c"):
-        found: list[bytes] = []
-        threads = [threading.Thread(target=lambda p=p, key=key: found.append(store.decide(key, p))) for p in proposals]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(LIMIT)
-        assert len(found) == 8
+        with ThreadPoolExecutor(len(proposals)) as pool:
+            found = list(pool.map(partial(store.decide, key), proposals, timeout=LIMIT))
         assert len(set(found)) == 1
         assert found[0] in proposals
 
@@ -227,7 +224,7 @@ def test_a_frozen_server_goes_on_where_it_was(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_store_that_overwrites_is_refused_and_a_keeper_is_named_as_the_way_out(tmp_path: Path) -> None:
     with servers.rclone(tmp_path) as server:
-        with pytest.raises(ConfigError, match="has no conditional put.*Name a keeper"):
+        with pytest.raises(ConfigError, match=r"has no conditional put.*Name a keeper"):
             on(server.port).probe(0)
         store = on(server.port, conditional=False)
         assert store.create("x/0/0", b"1") and store.create("x/0/0", b"1") and not store.create("x/0/0", b"2")

@@ -46,7 +46,7 @@ def test_a_key_is_read_as_it_was_written_and_others_cannot_read_it(tmp_path: Pat
 
 def test_what_is_no_key_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "key"
-    with pytest.raises(ConfigError, match="cannot read the key .*: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read the key .*: No such file"):
         PrivateKey.read(path)
     path.write_bytes(b"-----BEGIN PRIVATE KEY-----\nnonsense\n" + bytes(10_000))
     path.chmod(0o600)
@@ -88,7 +88,7 @@ def test_there_is_one_run_at_an_address(store: MemoryStore, run: Run) -> None:
         create_run(store, OWNER, PUBLIC[:3])
     with pytest.raises(ConfigError, match="there is no run at this address"):
         read_run(MemoryStore())
-    with pytest.raises(ConfigError, match="this run is owned by .*, not by"):
+    with pytest.raises(ConfigError, match=r"this run is owned by .*, not by"):
         read_run(store, owner=PUBLIC[0])
 
 

@@ -26,7 +26,7 @@ log = logging.getLogger("thinwire")
 T = TypeVar("T")
 
 SCHEMES = ("s3", "gs", "az", "file")
-MOST_NAMES = 100_000  # of one listing: whoever writes more names than that wants to exhaust memory
+MOST_NAMES = 250_000  # of one listing: whoever writes more names than that wants to exhaust memory
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 2.0  # seconds between two tries
 _ANSWER = 20.0  # seconds that a request may take besides the time of its bytes
 _SLOWEST = 1e5  # bytes per second: a link of 1 Mbit/s, with room to spare
@@ -123,8 +123,8 @@ class ObjectStore(Store):
         key, first, second = f"probe/{who}", secrets.token_bytes(16), secrets.token_bytes(16)
         if self._put(key, first) and self._put(key, second):
             raise ConfigError(
-                f"{self.url} has no conditional put: it overwrote an object that was to be written only where there was none. Name "
-                "a keeper, the one worker that writes manifests (thinwire run create ... --keeper ID), or use another store"
+                f"{self.url} has no conditional put: it overwrote an object that was to be written only where there was none. "
+                "Name a keeper, the one worker that writes manifests (thinwire run create ... --keeper ID), or another store"
             )
 
     # --- Requests ---------------------------------------------------------------------------------------------------------

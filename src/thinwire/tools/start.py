@@ -20,6 +20,9 @@ from thinwire.tools.config import RunConfig, about_run, check_same_run, new_fold
 class TrainFlags:
     """Where a run lives and how it is kept safe; does not change its result."""
 
+    join: str | None = None
+    """Take part in the run at this address as one worker, started alone; its settings come from there, and the flags are
+    others: `thinwire train --join URL --help`."""
     out: str | None = None
     """The run folder; by default runs/ALGORITHM-TASK-TIME."""
     resume: bool = False

@@ -8,9 +8,11 @@ from pathlib import Path
 import tyro
 
 from thinwire.errors import ConfigError
+from thinwire.links.join import open_run
 from thinwire.links.keys import PREFIX, PrivateKey, PublicKey
 from thinwire.links.objects import ObjectStore
-from thinwire.links.run import Run, SignedRoster, create_run, read_run
+from thinwire.links.run import Run, SignedRoster, create_run
+from thinwire.tools.elastic import check_elastic
 from thinwire.tools.flags import parse_run
 from thinwire.tools.start import rehearse
 from thinwire.tools.subcommands import choose_command
@@ -53,8 +55,7 @@ class CreateFlags:
 def _create(arguments: list[str]) -> int:
     url, rest = _address("create", arguments)
     config, flags = parse_run("run create", rest, CreateFlags)
-    if config.workers is not None or config.shards > 1:
-        raise ConfigError("each key of --add is a worker of one process: leave out --workers and --shards")
+    check_elastic(config)
     rehearse(config)
     owner = PrivateKey.read(flags.key)
     workers = [_public(text) for text in flags.add] or [owner.public]
@@ -80,10 +81,9 @@ def _change(command: str, arguments: list[str]) -> tuple[SignedRoster, PrivateKe
         return worker, key
 
     worker, key = tyro.cli(flags, prog=f"thinwire run {command} {url}", args=rest)
-    owner, store = PrivateKey.read(key), ObjectStore(url)
-    run = read_run(store, owner=owner.public)
-    store.conditional = run.keeper is None
-    return SignedRoster(store, run), owner, _public(worker)
+    owner = PrivateKey.read(key)
+    _, _, roster = open_run(url, owner=owner.public.text)
+    return roster, owner, _public(worker)
 
 
 def _add(arguments: list[str]) -> int:
@@ -110,9 +110,8 @@ def _show(arguments: list[str]) -> int:
         return owner
 
     owner = tyro.cli(flags, prog=f"thinwire run show {url}", args=rest)
-    store = ObjectStore(url)
-    run = read_run(store, owner=None if owner is None else _public(owner))
-    _print(url, run, SignedRoster(store, run))
+    _, run, roster = open_run(url, owner=owner)
+    _print(url, run, roster)
     return 0
 
 

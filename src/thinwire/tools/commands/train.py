@@ -22,6 +22,10 @@ from thinwire.tools.worker import join, work
 
 def main(arguments: list[str]) -> int:
     """Train with real worker processes; under torchrun join the job."""
+    if peek(arguments, "--join") is not None:
+        from thinwire.tools import elastic  # needs the extra thinwire[store]
+
+        return elastic.main(arguments)
     saved = _saved_config(arguments)
     config, flags = parse_run("train", arguments, TrainFlags, saved)
 

@@ -1,7 +1,7 @@
 """What an elastic run is made of: objects that are written once, and the manifests among them that say what a round was.
 
-A round is what its manifest says it is: whose messages count, by their SHA-256, and who is expected in the next one. Anybody may
-propose it; a store that creates a key only where there is none (`Store.create`) picks one proposal, and all workers apply
+A round is what its manifest says it is: whose messages count, by their SHA-256, and who is expected in the next one. Anybody
+may propose it; a store that creates a key only where there is none (`Store.create`) picks one proposal, and all workers apply
 exactly that. `thinwire.links.elastic` is the logic on top.
 
 Keys of a run:
@@ -211,7 +211,7 @@ class Manifest:
         number: of the round.
         chain: SHA-256 of the manifest before.
         by: the worker that proposed it.
-        counted: SHA-256 of the messages that count, by the ids of their senders; none where the round only settles who is there.
+        counted: SHA-256 of the messages that count, by the ids of their senders; none where it only settles who is there.
         expected: ids that the next round waits for: those counted, and those who said hello.
         hello: ids that came, without anything from before.
         bye: ids that left.

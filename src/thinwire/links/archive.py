@@ -1,0 +1,71 @@
+"""What an elastic run keeps beside its rounds: the settings it was begun with, and checkpoints of its state."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from thinwire.errors import WireError
+from thinwire.links.manifest import Signer, Store
+from thinwire.links.signed import open_text, seal_text
+
+log = logging.getLogger("thinwire")
+
+_KEPT = 2  # checkpoints
+
+
+class Archive:
+    """Settings and checkpoints of a run.
+
+    Args:
+        store: where the objects are.
+        signer: of this worker.
+    """
+
+    def __init__(self, store: Store, signer: Signer):
+        """Nothing is read yet."""
+        self.store, self.signer = store, signer
+
+    def settle_settings(self, mine: bytes, *, most: int) -> bytes:
+        """What the first worker of the run was started with; this one's, where it is the first."""
+        return self.store.decide("settings", mine, most=most)
+
+    def write(self, number: int, state: bytes) -> None:
+        """Write the state after a round; checkpoints before the last two go, and the messages that no checkpoint needs.
+
+        Manifests stay: a worker that was away for long must not take an old round for one that nobody has decided.
+        """
+        name = f"{number:08d}-{self.signer.id}"
+        self.store.create(f"ckpt/{name}", seal_text(self.signer, f"ckpt {name}", b"", state))
+        there = self._names()
+        numbers = sorted({_number_of(name) for name in there})
+        if len(numbers) <= _KEPT:
+            return
+        needed = numbers[-_KEPT]
+        old = [f"ckpt/{name}" for name in there if _number_of(name) < needed]
+        rounds = [name for name in self.store.list("x/") if "/manifest-" not in name]
+        old += [f"x/{name}" for name in rounds if _number_of(name, "/") <= needed]
+        self.store.delete(old)
+
+    def newest(self) -> int:
+        """The number of the round after which the newest checkpoint was written; -1 where there is none."""
+        return max((_number_of(name) for name in self._names()), default=-1)
+
+    def states(self, *, most: int) -> Iterator[bytes]:
+        """The states in the checkpoints that can be read and are signed, newest first."""
+        for name in sorted(self._names(), reverse=True):
+            try:
+                raw = self.store.get(f"ckpt/{name}", most=most)
+                if raw is not None:
+                    yield open_text(self.signer, int(name.partition("-")[2]), f"ckpt {name}", b"", raw)
+            except WireError as error:
+                log.warning("the checkpoint %s is passed over: %s", name, error)
+
+    def _names(self) -> list[str]:
+        return [name for name in self.store.list("ckpt/") if _number_of(name) >= 0 and name.partition("-")[2].isdigit()]
+
+
+def _number_of(name: str, end: str = "-") -> int:
+    """The number that a name begins with; -1 where it does not."""
+    number = name.partition(end)[0]
+    return int(number) if number.isdigit() else -1

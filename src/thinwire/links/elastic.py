@@ -116,7 +116,7 @@ class ElasticLink(Link):
         self.roster = roster if isinstance(roster, Roster) else FixedRoster(roster)
         self.waits, self.archive = Waits(patience, poll, first_wait), Archive(store, signer)
         self.start_over(Place(0, NO_CHAIN, (), 0, self.roster.first))
-        if signer.id not in self.members:
+        if signer.id not in self.roster.members(self.roster.newest(self.roster.first)):
             raise ConfigError(f"worker {signer.id} is not in the roster, which has {', '.join(map(str, self.members))}")
         self.terms = Terms(0)
         self.longest = 1 << 16  # bytes of a message, which the engine knows
@@ -130,7 +130,8 @@ class ElasticLink(Link):
         """Go to a place in the history, such as that of a checkpoint."""
         self.place, self._since = place, self.now()
         self.members = self.roster.members(place.roster)
-        self._view = View(self.store, self.signer, place, self.members)
+        # One that was added since, and is in the newest roster only, hears itself: it may be the only one who is left.
+        self._view = View(self.store, self.signer, place, (*self.members, self.rank))
 
     @property
     def elastic(self) -> ElasticLink:
@@ -252,21 +253,26 @@ class ElasticLink(Link):
         """Propose a manifest; what stands there in the end, where it is sound."""
         view, place = self._view, self.place
         counted, terms = self._agreeing()
+        roster = max(place.roster, self.roster.newest(place.roster))
+        expected = (set(counted) | view.come) - view.left
         manifest = Manifest(
             number=place.number,
             chain=place.chain,
             by=self.rank,
             counted=counted,
-            expected=tuple(sorted((set(counted) | view.come) - view.left)),
+            expected=tuple(sorted(expected & set(self.roster.members(roster)))),
             hello=tuple(sorted(view.come)),
             bye=tuple(sorted(view.left)),
             terms=terms,
             seconds=max(0.0, self.now() - self._since),
-            roster=max(place.roster, self.roster.newest(place.roster)),
+            roster=roster,
         )
-        at = sum(name.startswith("manifest-") for name in names)  # those there are unsound
+        at = next(k for k in range(len(names) + 1) if f"manifest-{k}" not in names)  # those before are unsound
         raw = seal_text(self.signer, "manifest", place.chain, manifest.to_bytes())
-        winner = self.store.decide(self.place.key(f"manifest-{at}"), raw)
+        try:
+            winner = self.store.decide(place.key(f"manifest-{at}"), raw)
+        except WireError:  # somebody has just put something there that is too long
+            winner = b""
         return (manifest, raw) if winner == raw else self._manifest()
 
     def _agreeing(self) -> tuple[dict[int, str], Terms]:
@@ -297,21 +303,21 @@ class ElasticLink(Link):
         """A manifest, once it is known to be one of this round and history by one who may propose it."""
         place = self.place
         told = Manifest.from_bytes(raw[: max(0, len(raw) - self.signer.nbytes)])
+        coming = set(self.roster.members(told.roster))  # of one that was added since it is the key of its signature, too
         open_text(self.signer, told.by, "manifest", place.chain, raw)
-        named = {told.by, *told.counted, *told.expected, *told.hello, *told.bye}
+        members = set(self.members)
         if told.number != place.number or told.chain != place.chain:
             raise WireError(f"of round {told.number} or of another history", rank=told.by)
-        if not named <= set(self.members):
-            raise WireError(f"it names {sorted(named - set(self.members))[:8]}, which are not in the roster", rank=told.by)
+        if told.roster < place.roster:
+            raise WireError("an older roster than before", rank=told.by)
+        if odd := (set(told.counted) - members) | ({told.by, *told.expected, *told.hello, *told.bye} - members - coming):
+            raise WireError(f"it names {sorted(odd)[:8]}, which are not in the roster", rank=told.by)
         if self.keeper is not None and told.by != self.keeper:
             raise WireError(f"only worker {self.keeper} keeps the manifests of this run", rank=told.by)
         if told.counted and len(told.counted) < self.quorum:
             raise WireError(f"{len(told.counted)} messages, where {self.quorum} are needed", rank=told.by)
         if told.terms.step < place.step or (not told.counted and told.terms.step != place.step):
             raise WireError(f"step {told.terms.step} after step {place.step}", rank=told.by)
-        if told.roster < place.roster:
-            raise WireError("an older roster than before", rank=told.by)
-        self.roster.members(told.roster)
         return told
 
     def _take(self, manifest: Manifest, raw: bytes, *, posted: bool) -> Decided:

@@ -96,6 +96,12 @@ def check_size(key: str, nbytes: int, most: int) -> None:
         raise WireError(f"{key} has {nbytes} bytes, where at most {most} are allowed")
 
 
+def number_of(text: str) -> int:
+    """The number that a part of a name is, as we write it: "7"; -1 for anything else, such as "07" or "²"."""
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else -1
+    return number if str(number) == text else -1
+
+
 # --- Who speaks ----------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,9 @@ from thinwire.links.objects import ObjectStore
 from thinwire.links.run import Run, SignedRoster, read_run
 
 
-def join(url: str, *, key: str | Path | PrivateKey, owner: str | None = None, outage: float = 600.0, **options: Any) -> ElasticLink:
+def join(
+    url: str, *, key: str | Path | PrivateKey, owner: str | None = None, outage: float = 600.0, **options: Any
+) -> ElasticLink:
     """Take part in the run at an address, as the worker that a key belongs to.
 
     Args:

@@ -133,7 +133,9 @@ def check_elastic(config: RunConfig) -> None:
     for name, usual in {"warm_start": 0, "non_iid": None, "shards": 1, "workers": None}.items():
         if getattr(config, name) != usual:
             flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} {getattr(config, name)} needs workers that never change: leave it out of a run on a store")
+            raise ConfigError(
+                f"--{flag} {getattr(config, name)} needs workers that never change: leave it out of a run on a store"
+            )
 
 
 class ElasticTrainer:
@@ -228,7 +230,8 @@ class ElasticDisplay(Display):
 def describe(status: Status) -> str:
     """The members of a run on one line."""
     late = f" left out {', '.join(map(str, status.left_out))}" if status.left_out else ""
-    return f"round {status.round} members {len(status.expected)} counted {len(status.counted)}{late} deadline {status.deadline:.2g} s"
+    counts = f"members {len(status.expected)} counted {len(status.counted)}{late}"
+    return f"round {status.round} {counts} deadline {status.deadline:.2g} s"
 
 
 @contextlib.contextmanager

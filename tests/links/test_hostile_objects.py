@@ -209,7 +209,7 @@ def test_a_worker_that_is_added_while_the_run_goes_on_takes_part() -> None:
     assert links[0].members == (0, 1, 2)
     new = link_of(store, run, 2)
     found(new)
-    assert ((2, b"new"),) == exchange(new, b"new").messages
+    assert exchange(new, b"new").messages == ((2, b"new"),)
 
 
 def test_a_new_worker_goes_on_alone_where_the_only_other_one_was_revoked() -> None:

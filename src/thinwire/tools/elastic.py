@@ -163,7 +163,7 @@ class ElasticTrainer:
         """Train from where `optimizer.join()` came to, until the run ends."""
         config, started, evaluated = self.config, self.link.now(), self.step
         while self.step < config.steps and not self.status.ended:
-            loss = self._one_step()
+            loss = self.one_step()
             self.seconds = self.link.now() - started
             due = config.eval_every > 0 and self.step // config.eval_every > evaluated // config.eval_every
             evaluated = self.step if due else evaluated
@@ -180,7 +180,8 @@ class ElasticTrainer:
         assert isinstance(link, ElasticLink)
         return link.status
 
-    def _one_step(self) -> float:
+    def one_step(self) -> float:
+        """One local step on the block that this worker has, and a round where one is due; the training loss."""
         optimizer = self.optimizer
         for group in optimizer.param_groups:
             group["lr"] = self.config.lr_at(optimizer.steps + 1)

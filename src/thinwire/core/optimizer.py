@@ -19,13 +19,15 @@ from thinwire.codecs import Codec, Dense
 from thinwire.codecs.base import check_codec
 from thinwire.core import gates
 from thinwire.core.buffers import Buffers
+from thinwire.core.elastic import ElasticEngine
+from thinwire.core.joining import JoiningOptimizer
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.pace import Pace
 from thinwire.core.policy import Policy, PolicyOptions
 from thinwire.core.replicas import drift
 from thinwire.core.rounds import RoundEngine
 from thinwire.core.shared_model import shared_model
-from thinwire.core.slots import SlotOptimizer, Start
+from thinwire.core.slots import Start
 from thinwire.errors import ConfigError, RoundAborted
 from thinwire.links.base import Link
 from thinwire.payload import describe, zero_invalid_
@@ -35,7 +37,7 @@ from thinwire.sharding.shards import local
 __all__ = ["Algorithm", "Policy", "PolicyOptions", "Start"]
 
 
-class Algorithm(SlotOptimizer):
+class Algorithm(JoiningOptimizer):
     """Base of all methods that own their update rule; `Wrapper` is the base of those around an inner optimizer.
 
     Args:
@@ -91,7 +93,7 @@ class Algorithm(SlotOptimizer):
         self.give_up_after = (32 if every_step else 8) if give_up_after is None else give_up_after
         self.due: tuple[int, ...] = ()
         super().__init__(params, defaults or {}, codec=codec, slots=slots or {}, settings=settings or {})
-        self.engine = RoundEngine(self, self.policy, tau)
+        self.engine = (RoundEngine if link.elastic is None else ElasticEngine)(self, self.policy, tau)
 
     # --- What a method writes ------------------------------------------------------------------------------------------
 
@@ -109,6 +111,13 @@ class Algorithm(SlotOptimizer):
     def send_again(self) -> Outgoing:
         """The message that was in flight when a checkpoint was written, once more; for methods with tau > 0."""
         raise NotImplementedError
+
+    def carried(self) -> Outgoing | None:
+        """What a worker whose message was not counted sends as soon as it has caught up; None where that is of no use.
+
+        Only on an elastic link.
+        """
+        return self.send()
 
     def remember(self, outgoing: Outgoing) -> None:
         """Told what `send` gave, right before it is posted: keep what `send_again` needs, drop what is not needed any more."""
@@ -182,7 +191,8 @@ class Algorithm(SlotOptimizer):
     def message_sizes(self) -> list[int]:
         """Length in bytes of one worker's message of each kind of round; of a full one where there are no fragments."""
         messages, workers = [self.message_of(due) for due in self.kinds_of_rounds()], self.link.peers().size
-        return [0 if out is None else out.nbytes(workers) for out in messages]
+        gathered = self.link.elastic is not None
+        return [0 if out is None else out.nbytes(workers, gathered=gathered) for out in messages]
 
     @torch.no_grad()
     def message_of(self, due: tuple[int, ...]) -> Outgoing | None:

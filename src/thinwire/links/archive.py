@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
+from typing import Any
 
-from thinwire.errors import WireError
+from thinwire.errors import LinkError, WireError
 from thinwire.links.manifest import Signer, Store
 from thinwire.links.signed import open_text, seal_text
 
 log = logging.getLogger("thinwire")
 
 _KEPT = 2  # checkpoints
+_MOST_SETTINGS = 1 << 20  # bytes
 
 
 class Archive:
@@ -26,9 +29,20 @@ class Archive:
         """Nothing is read yet."""
         self.store, self.signer = store, signer
 
-    def settle_settings(self, mine: bytes, *, most: int) -> bytes:
-        """What the first worker of the run was started with; this one's, where it is the first."""
-        return self.store.decide("settings", mine, most=most)
+    def settle_settings(self, mine: dict[str, Any]) -> dict[str, Any]:
+        """What the first worker of the run was started with; this one's, where it is the first. JSON.
+
+        Raises:
+            LinkError: what stands there was written by nobody who may take part.
+        """
+        text = json.dumps(mine | {"by": self.signer.id}, sort_keys=True).encode()
+        raw = self.store.decide("settings", seal_text(self.signer, "settings", b"", text), most=_MOST_SETTINGS)
+        try:
+            told = json.loads(raw[: len(raw) - self.signer.nbytes])
+            open_text(self.signer, int(told["by"]), "settings", b"", raw)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:  # a WireError is a ValueError
+            raise LinkError(f"the settings of this run cannot be read: {str(cause)[:100]}") from None
+        return told
 
     def write(self, number: int, state: bytes) -> None:
         """Write the state after a round; checkpoints before the last two go, and the messages that no checkpoint needs.

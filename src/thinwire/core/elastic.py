@@ -1,0 +1,431 @@
+"""ElasticEngine: the rounds of a worker on a link whose workers come and go.
+
+Joining, catching up after being late, coming back after a crash and reading along are one thing: the ordinary round of a worker
+whose message was not counted. The state of a run is a checkpoint and the rounds after it, in order, bit for bit.
+
+    join     settings are compared; the newest checkpoint is taken; all rounds since are followed; hello; the next round decided
+    step     at a round: send, wait for the manifest, apply what it counts
+    late     the message was left out: apply the round, follow to the newest, and send there at once what was kept
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from thinwire.core import transfer
+from thinwire.core.counted import Counted, Verdict, slice_hash
+from thinwire.core.door import check_door
+from thinwire.core.ledger import Ledger
+from thinwire.core.outgoing import Outgoing
+from thinwire.core.policy import Policy
+from thinwire.core.rounds import InFlight, RoundEngine
+from thinwire.errors import CheckpointError, ConfigError, Diverged, LinkError, NonFiniteRound, RoundAborted
+from thinwire.links.elastic import Decided, RoundGone
+from thinwire.links.manifest import Manifest, Terms
+from thinwire.links.view import Place
+from thinwire.payload import LARGEST, all_finite, zero_invalid_
+
+if TYPE_CHECKING:
+    from thinwire.core.optimizer import Algorithm
+
+log = logging.getLogger("thinwire")
+
+_RESENDS = 3  # times that what was left out is sent again at once, before training goes on
+_MOST_ENTRIES = 1000  # rounds that a worker says hello in before it gives up
+_MOST_RELOADS = 3  # times that a worker takes a checkpoint because its state was wrong
+_FAR = 1 << 20  # steps within which a schedule has something due
+
+
+class ElasticEngine(RoundEngine):
+    """The rounds of one worker on an elastic link.
+
+    Args:
+        optimizer: the method.
+        policy: what to do when something goes wrong.
+        tau: 0.
+
+    Attributes:
+        ledger: which worker trains on what.
+        carrying: whether this worker has done something that no round has counted yet.
+    """
+
+    def __init__(self, optimizer: Algorithm, policy: Policy, tau: int):
+        """Refuse what an elastic link cannot do."""
+        link = optimizer.link.elastic
+        assert link is not None
+        _check_supported(optimizer, tau)
+        super().__init__(optimizer, policy, tau)
+        self.link, self.ledger, self.joined, self.carrying = link, Ledger(), False, False
+        self._schedulers: tuple[LRScheduler, ...] = ()
+        self._replaying = False
+        self._invalid_in_row = self._reloads = 0
+
+    @property
+    def elastic(self) -> ElasticEngine:
+        """This engine."""
+        return self
+
+    @property
+    def block(self) -> int | None:
+        """What this worker trains on until the next round."""
+        return self.ledger.block_of(self.link.rank)
+
+    @property
+    def block_step(self) -> int:
+        """Steps since the round before."""
+        return self.opt.steps - self.link.place.step
+
+    # --- Coming -----------------------------------------------------------------------------------------------------------
+
+    def handshake(self) -> None:
+        """The door was at `join()`."""
+        if not self.joined:
+            raise ConfigError("on an elastic link call opt.join() before the first batch: the run may be far ahead of this worker")
+
+    def join(self, schedulers: Sequence[LRScheduler] = ()) -> None:
+        """Take the state of the run, follow it to its newest round, and be expected in the next one."""
+        opt, self._schedulers = self.opt, tuple(schedulers)
+        full = opt.message_of(tuple(range(opt.schedule.fragments)))
+        assert full is not None
+        self.link.longest = full.nbytes(1, gathered=True)
+        self.link.terms = self._terms(0)
+        check_door(self.link.archive, opt, compare_values=self.link.archive.newest() < 0)
+        self._begin_at_checkpoint(needed=False)
+        self.follow()
+        self._enter()
+        self.joined = opt.handshake_done = True
+        if opt.steps:
+            self._move_schedulers(step=True)
+
+    def _enter(self) -> None:
+        """Say hello until the others expect this worker."""
+        for _ in range(_MOST_ENTRIES):
+            self.link.say("hello")
+            decided = self.link.wait_as_guest()
+            if decided is None:  # the run has ended
+                return
+            self._follow_one(decided)
+            self.follow()
+            if self.link.rank in self.link.place.expected:
+                return
+        raise LinkError(f"worker {self.link.rank} said hello in {_MOST_ENTRIES} rounds, and was expected in none")
+
+    def _begin_at_checkpoint(self, *, needed: bool) -> None:
+        """Take the newest checkpoint that can be read, and that the manifests since belong to."""
+        for state in self.link.archive.states(most=transfer.most_nbytes(self.opt)):
+            try:
+                extra = transfer.unpack(self.opt, state)
+                place = extra["place"]
+                self.ledger = Ledger.from_json(extra["ledger"])
+                self.link.start_over(Place(**place | {"chain": bytes.fromhex(place["chain"]), "expected": tuple(place["expected"])}))
+                self.link.waits.took([float(seconds) for seconds in extra["periods"]])
+            except (CheckpointError, KeyError, TypeError, ValueError) as error:
+                log.warning("a checkpoint is passed over: %s", error)
+                continue
+            self.opt.handshake_done, self.carrying = self.joined, False
+            return
+        if needed:
+            raise LinkError(f"worker {self.link.rank} needs a checkpoint of the run to go on from, and there is none")
+
+    def save(self) -> None:
+        """Write a checkpoint of the replicated state after the round before."""
+        place = asdict(self.link.place) | {"chain": self.link.place.chain.hex()}
+        extra: dict[str, Any] = {"place": place, "ledger": self.ledger.to_json(), "periods": self.link.waits.periods}
+        self.link.archive.write(self.link.place.number - 1, transfer.pack(self.opt, extra))
+
+    # --- Following --------------------------------------------------------------------------------------------------------
+
+    def follow(self) -> int:
+        """Apply all rounds that are decided, without a message; how many there were."""
+        count = 0
+        while (decided := self._next_decided()) is not None:
+            self._follow_one(decided)
+            count += 1
+        if count:
+            self.opt.caught_up()
+            self._move_schedulers()
+        return count
+
+    def _next_decided(self) -> Decided | None:
+        try:
+            return self.link.next_round()
+        except RoundGone as gone:
+            if self.joined:
+                self._take_checkpoint(str(gone))
+            else:
+                self._begin_at_checkpoint(needed=True)
+            return self.link.next_round()
+
+    def _follow_one(self, decided: Decided) -> None:
+        gradients, self._replaying = [p.grad for p in self.opt._active], True
+        try:
+            self._take(decided, None)
+        finally:
+            self._replaying = False
+            for p, grad in zip(self.opt._active, gradients, strict=True):
+                p.grad = grad
+
+    def _move_schedulers(self, *, step: bool = False) -> None:
+        """After a jump: schedulers count the run's steps, of which the user's loop counts the last one itself."""
+        for scheduler in self._schedulers:
+            scheduler.last_epoch = max(0, self.opt.steps - 1)
+            if step:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # it has been called without a step of this process
+                    scheduler.step()
+
+    # --- Taking part ------------------------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """After a step: a round, where one is due."""
+        opt = self.opt
+        self.carrying = True
+        if due := opt.schedule.due(opt.steps):
+            counted = self._round(opt.steps, due, opt.send)
+            for _ in range(_RESENDS):
+                if counted or self.link.ended:
+                    break
+                counted = self._send_kept()
+
+    def finish(self) -> None:
+        """Bring in what no round has counted yet, and tell the others that the run has ended."""
+        everything = tuple(range(self.opt.schedule.fragments))
+        if not self.joined or self.link.ended:
+            return
+        if self.carrying and "param" not in self.opt.replicated:
+            counted = self._round(self.opt.steps, everything, self.opt.send, last=True)
+            for _ in range(_RESENDS):
+                if counted or self.link.ended:
+                    break
+                self.follow()
+                counted = self._round(self.opt.steps, everything, self._kept, last=True)
+        if not self.link.ended:
+            self.link.say("end")
+            self.link.ended = True
+
+    def settle_missing(self) -> None:
+        """Nothing: a message that cannot be read is left out by all."""
+
+    def _send_kept(self) -> bool:
+        """Follow to the newest round, and send there at once what was left out; whether it was counted."""
+        self.follow()
+        if self.opt.carried() is None or not self.carrying:
+            return True
+        step = next(s for s in range(self.opt.steps + 1, self.opt.steps + _FAR) if self._which(s, last=False)[1])
+        return self._round(step, self.opt.schedule.due(step), self._kept)
+
+    def _kept(self) -> Outgoing:
+        out = self.opt.carried()
+        assert out is not None
+        return out
+
+    def _round(self, step: int, due: tuple[int, ...], make: Callable[[], Outgoing], *, last: bool = False) -> bool:
+        """Send a message in the round at hand, and take what the round brings; whether the message was counted."""
+        which = self.opt.which(due)
+        if not which:
+            return True
+        opt = self.opt
+        opt.set_counter("thinwire_step", step)
+        flight = InFlight(self.link.place.number, step, due, which, last, opt.link.peers())
+        self.begin(flight)
+        self.link.terms = self._terms(step, last=last)
+        out = make()
+        if self._mark_invalid(flight.number, again=False):
+            out = replace(out, invalid=True)
+        opt.remember(out)
+        exchange = self._exchange(flight, out, read_only=False)
+        try:
+            exchange.ticket.wait()
+        except RoundGone as gone:
+            self._take_checkpoint(str(gone))
+            return True  # nothing is left to send again
+        decided = None if self.link.ended else self.link.decided
+        if decided is None:
+            opt.set_counter("thinwire_step", self.link.place.step)  # what the run has counted
+        return decided is not None and self._take(decided, exchange)
+
+    def _exchange(self, flight: InFlight, out: Outgoing, *, read_only: bool) -> Counted:
+        flight.exchange = Counted(
+            None if read_only else self.opt.link,
+            out,
+            peers=flight.peers,
+            round=flight.number,
+            largest=LARGEST,
+            state_hash=self._hash(flight.number),
+        )
+        return flight.exchange
+
+    def _terms(self, step: int, *, last: bool = False) -> Terms:
+        return Terms(step, last, tuple(float(group["lr"]) for group in self.opt.param_groups if "lr" in group))
+
+    def _which(self, step: int, *, last: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What is due in a round of this step, and the parameters that it is about."""
+        due = tuple(range(self.opt.schedule.fragments)) if last else self.opt.schedule.due(step)
+        return due, self.opt.which(due) if due else ()
+
+    def _hash(self, number: int) -> int:
+        state = [t for tensors in self.opt.replicated_state().values() for t in tensors]
+        return slice_hash(state, number) if state else 0
+
+    # --- What a round brings --------------------------------------------------------------------------------------------
+
+    def _take(self, decided: Decided, exchange: Counted | None) -> bool:
+        """Apply a round as all workers do; whether this worker's own message was counted in it.
+
+        Args:
+            decided: the round.
+            exchange: of this worker's message in it; None where it only follows.
+        """
+        opt, manifest = self.opt, decided.manifest
+        terms, flight = manifest.terms, self.current
+        opt.set_counter("thinwire_round", manifest.number)
+        opt.set_counter("thinwire_step", terms.step)
+        self.ledger.settle(
+            counted=manifest.counted, hello=manifest.hello, bye=manifest.bye, expected=manifest.expected
+        )
+        due, which = self._which(terms.step, last=terms.last)
+        if not manifest.counted or not which:
+            return False
+        if exchange is None or (flight.step, flight.last) != (terms.step, terms.last):
+            flight = InFlight(manifest.number, terms.step, due, which, terms.last, opt.link.peers())
+            self.begin(flight)
+            exchange = self._exchange(flight, opt.send(), read_only=True)
+        verdict = exchange.judge(decided.messages)
+        for sender, why in verdict.left_out.items():
+            log.warning("round %d: worker %d is left out: %s", manifest.number, sender, why)
+        if self._diverged(manifest, verdict, exchange.state_hash):
+            return False
+        included = self._apply_verdict(flight, verdict, decided)
+        self._write_checkpoint(manifest, mine=decided.mine)
+        return included
+
+    def _apply_verdict(self, flight: InFlight, verdict: Verdict, decided: Decided) -> bool:
+        opt = self.opt
+        sick = decided.mine and self.link.rank in verdict.invalid
+        if verdict.arrived is None:
+            self._no_round(flight, verdict)
+        if sick and self._heal(flight, verdict):
+            return True
+        if verdict.arrived is None:
+            return sick  # nothing is left to send again
+        self._invalid_in_row = self._invalid_in_row if sick else 0
+        included = verdict.arrived.included and decided.mine
+        with self._rates(decided.manifest.terms.lr):
+            self.apply(flight, replace(verdict.arrived, included=included))
+        if opt.whole_round():
+            opt.set_counter("thinwire_synced", opt.steps)
+            self.carrying = self.carrying and not included
+        return included or sick
+
+    def _no_round(self, flight: InFlight, verdict: Verdict) -> None:
+        """No message was left to apply: on no worker."""
+        if self._replaying:
+            self.aborted += 1
+            return
+        what = f"round {flight.number} did not take place: no message is left"
+        invalid = sorted(verdict.invalid)
+        names = ", ".join(f"worker {i}" for i in invalid)
+        refusal = NonFiniteRound(f"{what}, NaN or Inf in those of {names}", culprits=invalid) if invalid else RoundAborted(what)
+        flight.exchange = None
+        self.refuse(refusal, number=flight.number, step=flight.step)
+
+    def _heal(self, flight: InFlight, verdict: Verdict) -> bool:
+        """This worker's contribution was not finite: go back to what all agreed on; whether a checkpoint had to be taken."""
+        opt = self.opt
+        self._invalid_in_row += 1
+        if self.policy.on_nonfinite == "raise" and verdict.arrived is not None:
+            raise NonFiniteRound(f"round {flight.number}: NaN or Inf in the contribution of this worker", culprits=[self.link.rank])
+        if opt.give_up_after and self._invalid_in_row >= opt.give_up_after:
+            what = f"{self._invalid_in_row} contributions of worker {self.link.rank} in a row were not finite"
+            raise self.refusals.training_diverged(what, since=opt.steps)
+        opt.restore()
+        zero_invalid_(t for tensors in opt.inner_state().values() for t in tensors)
+        self.carrying = False
+        if all_finite([t for tensors in opt.replicated_state().values() for t in tensors]):
+            return False
+        self._start_again("its replicated state is not finite")
+        return True
+
+    def _resync(self) -> None:
+        """On an elastic link a worker whose replicated state is invalid takes a checkpoint: see `_heal`."""
+
+    @contextmanager
+    def _rates(self, told: Sequence[float]) -> Iterator[None]:
+        """Within it the learning rates are those of the manifest; a worker that follows keeps them."""
+        groups = [group for group in self.opt.param_groups if "lr" in group]
+        mine = [float(group["lr"]) for group in groups]
+        if list(told) != mine and len(told) == len(mine):
+            _set_rates(groups, told)
+        yield
+        if not self._replaying:
+            _set_rates(groups, mine)
+
+    def _write_checkpoint(self, manifest: Manifest, *, mine: bool) -> None:
+        """Members write checkpoints in turn."""
+        every, ids = self.link.checkpoint_every, sorted(manifest.counted)
+        if not every or manifest.number % every or not mine:
+            return
+        if ids[manifest.number // every % len(ids)] == self.link.rank:
+            self.save()
+
+    # --- Replicas that differ ---------------------------------------------------------------------------------------------
+
+    def _diverged(self, manifest: Manifest, verdict: Verdict, mine: int) -> bool:
+        """Compare this worker's replicated state with that of the others; whether it had to be taken anew."""
+        if verdict.majority and mine not in (0, verdict.majority):
+            what = f"its replicated state before round {manifest.number} is not that of the majority"
+        elif verdict.majority is None and not self._replaying:
+            what = f"before round {manifest.number} there are as many workers with one replicated state as with another"
+        else:
+            return False
+        if self.policy.on_divergence == "warn":
+            log.warning("%s; training goes on", what)
+            return False
+        if self._replaying and verdict.majority is not None:
+            raise Diverged(f"worker {self.link.rank}: {what}, although it was made of a checkpoint and the rounds since")
+        self._start_again(what)
+        return True
+
+    def _start_again(self, why: str) -> None:
+        """Take the newest checkpoint and all rounds since, as a worker that comes."""
+        self._reloads += 1
+        if self._reloads > _MOST_RELOADS:
+            raise Diverged(f"worker {self.link.rank} took a checkpoint {_MOST_RELOADS} times, and again: {why}")
+        self._take_checkpoint(why)
+
+    def _take_checkpoint(self, why: str) -> None:
+        """Begin again at the newest checkpoint, as a worker that comes."""
+        log.warning("worker %d takes the newest checkpoint, and what it had not sent is lost: %s", self.link.rank, why)
+        self._begin_at_checkpoint(needed=True)
+        self.follow()
+        self._enter()
+
+
+def _check_supported(opt: Algorithm, tau: int) -> None:
+    name = type(opt).__name__
+    if opt.in_pairs:
+        raise ConfigError(f"{name} exchanges in pairs, of which no manifest tells: it needs workers that stay")
+    if tau:
+        raise ConfigError(f"on an elastic link a round is applied before the next step: {name} needs tau=0 (delay=False), got {tau}")
+    if "param" not in opt.replicated and not ("anchor" in opt.replicated and "anchor" in opt._slots):
+        raise ConfigError(f"the workers of {name} with these settings have no state in common that one who joins could take")
+    if opt.shards.several:
+        raise ConfigError("a model that is sharded cannot be trained on an elastic link: all its shards would have to join as one")
+    if opt.buffers:
+        raise ConfigError("buffers are not averaged on an elastic link: use a model without BatchNorm, or leave buffers= out")
+
+
+def _set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
+    for group, rate in zip(groups, rates, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate

@@ -60,6 +60,7 @@ _HOME = {
     "TorchLink": "thinwire.links",
     "connect": "thinwire.links",
     "disconnect": "thinwire.links",
+    "join": "thinwire.links.join",
     "Network": "thinwire.network",
     "Payload": "thinwire.payload",
     "Every": "thinwire.schedules",
@@ -116,6 +117,7 @@ if TYPE_CHECKING:
         connect,
         disconnect,
     )
+    from thinwire.links.join import join
     from thinwire.network import Network
     from thinwire.payload import Payload
     from thinwire.schedules import Every, Periods, Staggered, Union, Warmup

@@ -161,7 +161,7 @@ class ElasticTrainer:
 
     def run(self, watch: Watcher) -> Progress:
         """Train from where `optimizer.join()` came to, until the run ends."""
-        config, started, evaluated = self.config, self.link.now(), self.step
+        config, started, evaluated, loss = self.config, self.link.now(), self.step, math.nan
         while self.step < config.steps and not self.status.ended:
             loss = self.one_step()
             self.seconds = self.link.now() - started
@@ -169,7 +169,7 @@ class ElasticTrainer:
             evaluated = self.step if due else evaluated
             watch(self._progress(loss, self.evaluate() if due and self.step < config.steps else None))
         self.optimizer.finish()
-        progress = self._progress(math.nan, self.evaluate())
+        progress = self._progress(loss, self.evaluate())
         watch(progress)
         return progress
 

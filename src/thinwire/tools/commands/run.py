@@ -46,6 +46,8 @@ class CreateFlags:
     """The owner's key: a file of `thinwire keys new`."""
     add: tuple[str, ...] = ()
     """Public keys of the workers, or key files of yours; the first is worker 0. By default the owner alone."""
+    own_loop: bool = False
+    """The workers bring training loops of their own (thinwire.join), so that the run has no settings."""
     quorum: int = 1
     """Messages that a round needs at the least."""
     keeper: int | None = None
@@ -55,14 +57,15 @@ class CreateFlags:
 def _create(arguments: list[str]) -> int:
     url, rest = _address("create", arguments)
     config, flags = parse_run("run create", rest, CreateFlags)
-    check_elastic(config)
-    rehearse(config)
+    if not flags.own_loop:
+        check_elastic(config)
+        rehearse(config)
     owner = PrivateKey.read(flags.key)
     workers = [_public(text) for text in flags.add] or [owner.public]
     store = ObjectStore(url, conditional=flags.keeper is None)
     if flags.keeper is None:
         store.probe("owner")
-    train = {name: value for name, value in asdict(config).items() if value is not None}
+    train = {} if flags.own_loop else {name: value for name, value in asdict(config).items() if value is not None}
     run = create_run(store, owner, workers, train=train, quorum=flags.quorum, keeper=flags.keeper)
     _print(url, run, SignedRoster(store, run))
     return 0

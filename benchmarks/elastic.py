@@ -1,7 +1,7 @@
 """Workers of elastic runs are killed, frozen and started again: `python -m benchmarks.elastic` (part of make chaos).
 
-A storm is one run of one method on a store: a folder, or moto's S3 server behind a wire that fails. Workers get SIGKILL (one,
-or all at once) or SIGSTOP for a while at random moments, a gradient is NaN now and then, the server freezes or loses answers;
+A storm is one run of one method on a store: a folder, moto's S3 server behind a wire that fails, or rclone's, which overwrites,
+with worker 0 as the keeper of manifests. Workers get SIGKILL (one, or all at once) or SIGSTOP for a while at random moments, a gradient is NaN now and then, the server freezes or loses answers;
 the killed are started again with the same key. Every worker writes down a hash of the replicated state after every round that
 it applies, also of those that it only follows. At the end these are counted, and all must be 0:
 
@@ -36,7 +36,7 @@ from benchmarks import record, servers
 
 NAME = "elastic"
 METHODS: dict[str, dict[str, Any]] = {"demo": {}, "decoupled-diloco": {"H": 3}, "diloco": {"H": 3}, "mt-dao": {"H": 3}}
-STORES = ("file", "moto")
+STORES = ("file", "moto", "rclone")
 LIMIT = 300.0  # seconds without any progress that are a failure
 ZERO = ("two_hashes", "fresh", "invalid", "lost", "twice")
 
@@ -47,7 +47,7 @@ class Storm:
 
     Attributes:
         algorithm: of `thinwire train`.
-        store: "file" or "moto".
+        store: "file", "moto" or "rclone".
         events: how often somebody is killed or frozen.
         workers: real processes.
         seed: of the moments, the victims and what happens to them.
@@ -92,7 +92,8 @@ def _store(storm: Storm, folder: Path) -> Iterator[_Place]:
     if storm.store == "file":
         yield _Place(f"file://{folder}/run", {})
         return
-    with servers.moto() as server, servers.Proxy(server.port) as proxy:
+    started = servers.moto() if storm.store == "moto" else servers.rclone(folder / "buckets")
+    with started as server, servers.Proxy(server.port) as proxy:
         yield _Place(f"s3://{servers.BUCKET}/run", servers.environment(proxy.port), server, proxy)
 
 
@@ -156,16 +157,22 @@ class _Workers:
         elif kind == "freeze":
             self._pause(self.processes[victim].pid, seconds)
         elif kind == "server":
-            assert self.place.server is not None
-            self.place.server.freeze()
-            time.sleep(seconds)
-            self.place.server.thaw()
+            self._disturb_server(seconds)
         else:
             assert self.place.proxy is not None
             self.place.proxy.mode = chance.choice(("reset", "lose", "delay"))
             time.sleep(seconds)
             self.place.proxy.mode = "pass"
         return kind
+
+    def _disturb_server(self, seconds: float) -> None:
+        """Freeze the server; one that keeps its objects on disk is killed and started again."""
+        server = self.place.server
+        assert server is not None
+        on_disk = self.storm.store == "rclone"
+        (server.kill if on_disk else server.freeze)()
+        time.sleep(seconds)
+        (server.start if on_disk else server.thaw)()
 
     def _kill(self, victims: list[int], seconds: float) -> None:
         for id in victims:
@@ -221,7 +228,8 @@ def _create(storm: Storm, folder: Path, url: str, environment: dict[str, str]) -
     owner, keys = PrivateKey.new(), [PrivateKey.new() for _ in range(storm.workers)]
     for id, key in enumerate(keys):
         key.write(folder / f"{id}.key")
-    create_run(ObjectStore(url), owner, [key.public for key in keys])
+    keeper = 0 if storm.store == "rclone" else None
+    create_run(ObjectStore(url, conditional=keeper is None), owner, [key.public for key in keys], keeper=keeper)
 
 
 def _worker(id: int, storm: Storm, folder: Path, url: str, environment: dict[str, str], round: Any, stop: Any) -> None:

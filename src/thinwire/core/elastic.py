@@ -88,7 +88,9 @@ class ElasticEngine(RoundEngine):
     def handshake(self) -> None:
         """The door was at `join()`."""
         if not self.joined:
-            raise ConfigError("on an elastic link call opt.join() before the first batch: the run may be far ahead of this worker")
+            raise ConfigError(
+                "on an elastic link call opt.join() before the first batch: the run may be far ahead of this worker"
+            )
 
     def join(self, schedulers: Sequence[LRScheduler] = ()) -> None:
         """Take the state of the run, follow it to its newest round, and be expected in the next one."""
@@ -125,7 +127,9 @@ class ElasticEngine(RoundEngine):
                 extra = transfer.unpack(self.opt, state)
                 place = extra["place"]
                 self.ledger = Ledger.from_json(extra["ledger"])
-                self.link.start_over(Place(**place | {"chain": bytes.fromhex(place["chain"]), "expected": tuple(place["expected"])}))
+                self.link.start_over(
+                    Place(**place | {"chain": bytes.fromhex(place["chain"]), "expected": tuple(place["expected"])})
+                )
                 self.link.waits.took([float(seconds) for seconds in extra["periods"]])
             except (CheckpointError, KeyError, TypeError, ValueError) as error:
                 log.warning("a checkpoint is passed over: %s", error)
@@ -288,9 +292,7 @@ class ElasticEngine(RoundEngine):
         terms, flight = manifest.terms, self.current
         opt.set_counter("thinwire_round", manifest.number)
         opt.set_counter("thinwire_step", terms.step)
-        self.ledger.settle(
-            counted=manifest.counted, hello=manifest.hello, bye=manifest.bye, expected=manifest.expected
-        )
+        self.ledger.settle(counted=manifest.counted, hello=manifest.hello, bye=manifest.bye, expected=manifest.expected)
         due, which = self._which(terms.step, last=terms.last)
         if not manifest.counted or not which:
             return False
@@ -342,7 +344,9 @@ class ElasticEngine(RoundEngine):
         opt = self.opt
         self._invalid_in_row += 1
         if self.policy.on_nonfinite == "raise" and verdict.arrived is not None:
-            raise NonFiniteRound(f"round {flight.number}: NaN or Inf in the contribution of this worker", culprits=[self.link.rank])
+            raise NonFiniteRound(
+                f"round {flight.number}: NaN or Inf in the contribution of this worker", culprits=[self.link.rank]
+            )
         if opt.give_up_after and self._invalid_in_row >= opt.give_up_after:
             what = f"{self._invalid_in_row} contributions of worker {self.link.rank} in a row were not finite"
             raise self.refusals.training_diverged(what, since=opt.steps)
@@ -414,11 +418,15 @@ def _check_supported(opt: Algorithm, tau: int) -> None:
     if opt.in_pairs:
         raise ConfigError(f"{name} exchanges in pairs, of which no manifest tells: it needs workers that stay")
     if tau:
-        raise ConfigError(f"on an elastic link a round is applied before the next step: {name} needs tau=0 (delay=False), got {tau}")
+        raise ConfigError(
+            f"on an elastic link a round is applied before the next step: {name} needs tau=0 (delay=False), got {tau}"
+        )
     if "param" not in opt.replicated and not ("anchor" in opt.replicated and "anchor" in opt._slots):
         raise ConfigError(f"the workers of {name} with these settings have no state in common that one who joins could take")
     if opt.shards.several:
-        raise ConfigError("a model that is sharded cannot be trained on an elastic link: all its shards would have to join as one")
+        raise ConfigError(
+            "a model that is sharded cannot be trained on an elastic link: all its shards would have to join as one"
+        )
     if opt.buffers:
         raise ConfigError("buffers are not averaged on an elastic link: use a model without BatchNorm, or leave buffers= out")
 

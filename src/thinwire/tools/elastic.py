@@ -76,15 +76,14 @@ def main(arguments: list[str]) -> int:
         write_run_toml(folder / "run.toml", config, joined=flags.join, worker=link.rank)
     except OSError as cause:
         raise ConfigError(f"cannot write the folder {folder}: {cause.strerror or cause}") from cause
-    with _interrupted_by_sigterm():
-        return _train(worker, folder)
+    console = Console()
+    with _interrupted_by_sigterm(), _warnings_on(console):
+        return _train(worker, folder, console)
 
 
-def _train(worker: ElasticTrainer, folder: Path) -> int:
+def _train(worker: ElasticTrainer, folder: Path, console: Console) -> int:
     config, link = worker.config, worker.link.link
     assert isinstance(link, ElasticLink)
-    console = Console()
-    logging.getLogger("thinwire").addHandler(RichHandler(console=console, show_path=False, show_time=False))
     try:
         worker.optimizer.join()
         console.print(f"[dim]worker {link.rank} joined at step {worker.step} of {config.steps}", highlight=False)
@@ -233,6 +232,17 @@ def describe(status: Status) -> str:
     late = f" left out {', '.join(map(str, status.left_out))}" if status.left_out else ""
     counts = f"members {len(status.expected)} counted {len(status.counted)}{late}"
     return f"round {status.round} {counts} deadline {status.deadline:.2g} s"
+
+
+@contextlib.contextmanager
+def _warnings_on(console: Console) -> Iterator[None]:
+    """What thinwire logs is shown above the progress."""
+    handler = RichHandler(console=console, show_path=False, show_time=False)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
 
 
 @contextlib.contextmanager

@@ -41,6 +41,7 @@ bench: $(VENV)/.dev ## Speed, bytes and memory as ratios against peers in the sa
 	$(BIN)/python -m benchmarks.optimizers
 	$(BIN)/python -m benchmarks.wire
 	$(BIN)/python -m benchmarks.fuzz
+	$(BIN)/python -m benchmarks.fuzz_objects
 
 evidence: $(VENV)/.dev ## Run one row of every table of the results anew and say how close it comes (about 15 minutes).
 	$(BIN)/python -m benchmarks.reproduce

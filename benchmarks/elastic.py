@@ -48,7 +48,7 @@ class Storm:
     Attributes:
         algorithm: of `thinwire train`.
         store: "file", "moto" or "rclone".
-        events: how often somebody is killed or frozen.
+        events: how often somebody is killed or frozen; 0 measures the requests of an undisturbed run.
         workers: real processes.
         seed: of the moments, the victims and what happens to them.
     """
@@ -69,7 +69,7 @@ def run_storm(storm: Storm, folder: Path) -> dict[str, Any]:
             workers.wait_for_rounds(chance.randint(1, 6))
             time.sleep(chance.uniform(0, 0.2))  # a moment of a step, a request or a replay
             done[workers.disturb(chance)] += 1
-        workers.wait_for_rounds(5)
+        workers.wait_for_rounds(5 if storm.events else 50)
         workers.end()
     return {**asdict(storm), "done": dict(done), **count(folder, storm.workers)}
 
@@ -365,6 +365,7 @@ def main(events: int = 208, seed: int = 0, methods: tuple[str, ...] = tuple(METH
     """
     each = -(-events // (len(methods) * len(stores)))
     storms = [Storm(name, store, events=each, seed=seed) for store in stores for name in methods]
+    storms += [Storm("diloco", store, events=0, workers=4, seed=seed) for store in stores]
     path = record.RECORDS / f"{NAME}.jsonl"
     known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     done = {json.dumps({k: row[k] for k in asdict(storms[0])}): row for row in known}

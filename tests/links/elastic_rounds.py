@@ -44,12 +44,12 @@ def make_run(store: Store, workers: int, **settings: Any) -> Run:
     return create_run(store, OWNER, [key.public for key in KEYS[:workers]], **settings)
 
 
-def link_of(store: Store, run: Run, id: int, key: PrivateKey | None = None, **options: Any) -> Patient:
-    """The link of a worker; with another key it is somebody who only says that it is that worker."""
+def link_of(store: Store, run: Run, id: int, kind: type[Patient] = Patient, **options: Any) -> Patient:
+    """The link of a worker."""
     roster = SignedRoster(store, run)
-    signer = Ed25519(key or KEYS[id], id, roster.keys, context=run.context)
+    signer = Ed25519(KEYS[id], id, roster.keys, context=run.context)
     how = {"poll": 0.002, "first_wait": 0.02, "timeout": LIMIT, "quorum": run.quorum, "keeper": run.keeper}
-    link = Patient(store, signer, roster=roster, **{**how, **options})
+    link = kind(store, signer, roster=roster, **{**how, **options})
     link.longest = LONGEST
     return link
 

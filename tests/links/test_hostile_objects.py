@@ -13,6 +13,8 @@ import pytest
 pytest.importorskip("obstore", reason="needs obstore: pip install 'thinwire[store]'")
 pytest.importorskip("cryptography", reason="needs cryptography: pip install 'thinwire[store]'")
 
+from benchmarks.fuzz_objects import WRONG, fuzz
+
 from tests.links.elastic_rounds import (
     KEYS,
     LONGEST,
@@ -156,7 +158,7 @@ def test_a_worker_with_a_key_that_sends_what_is_unsound_is_left_out(name: str) -
     assert sum(len(one.messages) for one in rounds.values()) == 8
 
 
-def test_a_worker_that_says_hello_and_does_not_come_costs_one_deadline_a_round() -> None:
+def test_a_worker_that_says_hello_and_does_not_come_costs_the_others_a_deadline() -> None:
     store = MemoryStore()
     run = make_run(store, 3)
     links = [link_of(store, run, id) for id in (0, 1)]
@@ -231,6 +233,18 @@ def test_a_new_worker_goes_on_alone_where_the_only_other_one_was_revoked() -> No
         exchange(old, b"revoked")
 
 
+def test_a_clock_that_is_an_hour_off_changes_nothing() -> None:
+    class Ahead(Patient):
+        def now(self) -> float:
+            return super().now() + 3600.0 if self.stopped is None else self.stopped
+
+    store = MemoryStore()
+    run = make_run(store, 3)
+    links = [link_of(store, run, 0), link_of(store, run, 1, kind=Ahead)]
+    rounds = check_equal(run_rounds(links, 4))
+    assert [len(one.messages) for one in rounds.values()] == [2] * 4
+
+
 # --- Mutations --------------------------------------------------------------------------------------------------------------
 
 
@@ -248,3 +262,9 @@ def test_no_mutated_message_is_accepted() -> None:
         if cut != sound:
             with pytest.raises(WireError):
                 open_message(link.signer, cut, **where)
+
+
+def test_mutated_objects_of_every_kind_are_refused() -> None:
+    judged = list(fuzz(2000, seed=3))
+    assert {one.kind for one in judged} >= {"message", "manifest", "round", "run.json", "roster", "checkpoint"}
+    assert [one for one in judged if one.outcome.startswith(WRONG)] == []

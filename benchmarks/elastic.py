@@ -1,9 +1,10 @@
 """Workers of elastic runs are killed, frozen and started again: `python -m benchmarks.elastic` (part of make chaos).
 
 A storm is one run of one method on a store: a folder, moto's S3 server behind a wire that fails, or rclone's, which overwrites,
-with worker 0 as the keeper of manifests. Workers get SIGKILL (one, or all at once) or SIGSTOP for a while at random moments, a gradient is NaN now and then, the server freezes or loses answers;
-the killed are started again with the same key. Every worker writes down a hash of the replicated state after every round that
-it applies, also of those that it only follows. At the end these are counted, and all must be 0:
+with worker 0 as the keeper of manifests. Workers get SIGKILL (one, or all at once) or SIGSTOP for a while at random moments, a
+gradient is NaN now and then, the server freezes, is started again, or loses answers; the killed are started again with the same
+key. Every worker writes down a hash of the replicated state after every round that it applies, also of those that it only
+follows. At the end these are counted, and all must be 0:
 
     two_hashes     rounds after which two workers had different bits in the replicated state
     fresh          workers that began from fresh weights although a round was there

@@ -20,6 +20,7 @@ from tests.links.elastic_rounds import (
     LONGEST,
     OWNER,
     STRANGER,
+    Patient,
     check_equal,
     exchange,
     found,

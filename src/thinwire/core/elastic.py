@@ -11,26 +11,23 @@ whose message was not counted. The state of a run is a checkpoint and the rounds
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from thinwire.core import transfer
 from thinwire.core.counted import Counted, Verdict, slice_hash
 from thinwire.core.door import check_door
+from thinwire.core.history import History
 from thinwire.core.ledger import Ledger
 from thinwire.core.outgoing import Outgoing
 from thinwire.core.policy import Policy
+from thinwire.core.rates import Rates
 from thinwire.core.rounds import InFlight, RoundEngine
-from thinwire.errors import CheckpointError, ConfigError, Diverged, LinkError, NonFiniteRound, RoundAborted
+from thinwire.errors import ConfigError, Diverged, NonFiniteRound, RoundAborted
 from thinwire.links.elastic import Decided, RoundGone
 from thinwire.links.manifest import Manifest, Terms
-from thinwire.links.view import Place
 from thinwire.payload import LARGEST, all_finite, zero_invalid_
 
 if TYPE_CHECKING:
@@ -39,7 +36,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("thinwire")
 
 _RESENDS = 3  # times that what was left out is sent again at once, before training goes on
-_MOST_ENTRIES = 1000  # rounds that a worker says hello in before it gives up
 _MOST_RELOADS = 3  # times that a worker takes a checkpoint because its state was wrong
 _FAR = 1 << 20  # steps within which a schedule has something due
 
@@ -64,8 +60,7 @@ class ElasticEngine(RoundEngine):
         _check_supported(optimizer, tau)
         super().__init__(optimizer, policy, tau)
         self.link, self.ledger, self.joined, self.carrying = link, Ledger(), False, False
-        self._schedulers: tuple[LRScheduler, ...] = ()
-        self._replaying = False
+        self.rates, self.history = Rates(optimizer), History(self)
         self._invalid_in_row = self._reloads = 0
 
     @property
@@ -94,97 +89,22 @@ class ElasticEngine(RoundEngine):
 
     def join(self, schedulers: Sequence[LRScheduler] = ()) -> None:
         """Take the state of the run, follow it to its newest round, and be expected in the next one."""
-        opt, self._schedulers = self.opt, tuple(schedulers)
+        opt, self.rates.schedulers = self.opt, tuple(schedulers)
         full = opt.message_of(tuple(range(opt.schedule.fragments)))
         assert full is not None
         self.link.longest = full.nbytes(1, gathered=True)
         self.link.terms = self._terms(0)
         check_door(self.link.archive, opt, compare_values=self.link.archive.newest() < 0)
-        self._begin_at_checkpoint(needed=False)
+        self.history.begin_at_checkpoint(needed=False)
         self.follow()
-        self._enter()
+        self.history.enter()
         self.joined = opt.handshake_done = True
         if opt.steps:
-            self._move_schedulers(step=True)
-
-    def _enter(self) -> None:
-        """Say hello until the others expect this worker."""
-        for _ in range(_MOST_ENTRIES):
-            self.link.say("hello")
-            decided = self.link.wait_as_guest()
-            if decided is None:  # the run has ended
-                return
-            self._follow_one(decided)
-            self.follow()
-            if self.link.rank in self.link.place.expected:
-                return
-        raise LinkError(f"worker {self.link.rank} said hello in {_MOST_ENTRIES} rounds, and was expected in none")
-
-    def _begin_at_checkpoint(self, *, needed: bool) -> None:
-        """Take the newest checkpoint that can be read, and that the manifests since belong to."""
-        for state in self.link.archive.states(most=transfer.most_nbytes(self.opt)):
-            try:
-                extra = transfer.unpack(self.opt, state)
-                place = extra["place"]
-                self.ledger = Ledger.from_json(extra["ledger"])
-                self.link.start_over(
-                    Place(**place | {"chain": bytes.fromhex(place["chain"]), "expected": tuple(place["expected"])})
-                )
-                self.link.waits.took([float(seconds) for seconds in extra["periods"]])
-            except (CheckpointError, KeyError, TypeError, ValueError) as error:
-                log.warning("a checkpoint is passed over: %s", error)
-                continue
-            self.opt.handshake_done, self.carrying = self.joined, False
-            return
-        if needed:
-            raise LinkError(f"worker {self.link.rank} needs a checkpoint of the run to go on from, and there is none")
-
-    def save(self) -> None:
-        """Write a checkpoint of the replicated state after the round before."""
-        place = asdict(self.link.place) | {"chain": self.link.place.chain.hex()}
-        extra: dict[str, Any] = {"place": place, "ledger": self.ledger.to_json(), "periods": self.link.waits.periods}
-        self.link.archive.write(self.link.place.number - 1, transfer.pack(self.opt, extra))
-
-    # --- Following --------------------------------------------------------------------------------------------------------
+            self.rates.move_schedulers(step=True)
 
     def follow(self) -> int:
         """Apply all rounds that are decided, without a message; how many there were."""
-        count = 0
-        while (decided := self._next_decided()) is not None:
-            self._follow_one(decided)
-            count += 1
-        if count:
-            self.opt.caught_up()
-            self._move_schedulers()
-        return count
-
-    def _next_decided(self) -> Decided | None:
-        try:
-            return self.link.next_round()
-        except RoundGone as gone:
-            if self.joined:
-                self._take_checkpoint(str(gone))
-            else:
-                self._begin_at_checkpoint(needed=True)
-            return self.link.next_round()
-
-    def _follow_one(self, decided: Decided) -> None:
-        gradients, self._replaying = [p.grad for p in self.opt._active], True
-        try:
-            self._take(decided, None)
-        finally:
-            self._replaying = False
-            for p, grad in zip(self.opt._active, gradients, strict=True):
-                p.grad = grad
-
-    def _move_schedulers(self, *, step: bool = False) -> None:
-        """After a jump: schedulers count the run's steps, of which the user's loop counts the last one itself."""
-        for scheduler in self._schedulers:
-            scheduler.last_epoch = max(0, self.opt.steps - 1)
-            if step:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # it has been called without a step of this process
-                    scheduler.step()
+        return self.history.follow()
 
     # --- Taking part ------------------------------------------------------------------------------------------------------
 
@@ -195,9 +115,10 @@ class ElasticEngine(RoundEngine):
         if due := opt.schedule.due(opt.steps):
             counted = self._round(opt.steps, due, opt.send)
             for _ in range(_RESENDS):
-                if counted or self.link.ended:
-                    break
-                counted = self._send_kept()
+                if not counted and not self.link.ended:
+                    counted = self._send_kept()
+            if not counted and not self.link.ended and (opt.carried() is None or self.block is None):
+                self.history.enter()  # with nothing: what it has trained on is issued again
 
     def finish(self) -> None:
         """Bring in what no round has counted yet, and tell the others that the run has ended."""
@@ -210,7 +131,7 @@ class ElasticEngine(RoundEngine):
                 if counted or self.link.ended:
                     break
                 self.follow()
-                counted = self._round(self.opt.steps, everything, self._kept, last=True)
+                counted = self._round(self.opt.steps, everything, self._kept, last=True, kept=True)
         if not self.link.ended:
             self.link.say("end")
             self.link.ended = True
@@ -219,19 +140,23 @@ class ElasticEngine(RoundEngine):
         """Nothing: a message that cannot be read is left out by all."""
 
     def _send_kept(self) -> bool:
-        """Follow to the newest round, and send there at once what was left out; whether it was counted."""
+        """Follow to the newest round, and send there at once what was left out; whether nothing is left to send."""
         self.follow()
-        if self.opt.carried() is None or not self.carrying:
+        if self.opt.carried() is None:
+            return False
+        if not self.carrying:
             return True
         step = next(s for s in range(self.opt.steps + 1, self.opt.steps + _FAR) if self._which(s, last=False)[1])
-        return self._round(step, self.opt.schedule.due(step), self._kept)
+        return self._round(step, self.opt.schedule.due(step), self._kept, kept=True)
 
     def _kept(self) -> Outgoing:
         out = self.opt.carried()
         assert out is not None
         return out
 
-    def _round(self, step: int, due: tuple[int, ...], make: Callable[[], Outgoing], *, last: bool = False) -> bool:
+    def _round(
+        self, step: int, due: tuple[int, ...], make: Callable[[], Outgoing], *, last: bool = False, kept: bool = False
+    ) -> bool:
         """Send a message in the round at hand, and take what the round brings; whether the message was counted."""
         which = self.opt.which(due)
         if not which:
@@ -240,7 +165,7 @@ class ElasticEngine(RoundEngine):
         opt.set_counter("thinwire_step", step)
         flight = InFlight(self.link.place.number, step, due, which, last, opt.link.peers())
         self.begin(flight)
-        self.link.terms = self._terms(step, last=last)
+        self.link.terms, self.link.kept = self._terms(step, last=last), kept
         out = make()
         if self._mark_invalid(flight.number, again=False):
             out = replace(out, invalid=True)
@@ -249,12 +174,12 @@ class ElasticEngine(RoundEngine):
         try:
             exchange.ticket.wait()
         except RoundGone as gone:
-            self._take_checkpoint(str(gone))
+            self.history.take_checkpoint(str(gone), after=gone.number)
             return True  # nothing is left to send again
         decided = None if self.link.ended else self.link.decided
         if decided is None:
             opt.set_counter("thinwire_step", self.link.place.step)  # what the run has counted
-        return decided is not None and self._take(decided, exchange)
+        return decided is not None and self.take(decided, exchange)
 
     def _exchange(self, flight: InFlight, out: Outgoing, *, read_only: bool) -> Counted:
         flight.exchange = Counted(
@@ -268,7 +193,7 @@ class ElasticEngine(RoundEngine):
         return flight.exchange
 
     def _terms(self, step: int, *, last: bool = False) -> Terms:
-        return Terms(step, last, tuple(float(group["lr"]) for group in self.opt.param_groups if "lr" in group))
+        return Terms(step, last, self.rates.told())
 
     def _which(self, step: int, *, last: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What is due in a round of this step, and the parameters that it is about."""
@@ -281,7 +206,7 @@ class ElasticEngine(RoundEngine):
 
     # --- What a round brings --------------------------------------------------------------------------------------------
 
-    def _take(self, decided: Decided, exchange: Counted | None) -> bool:
+    def take(self, decided: Decided, exchange: Counted | None) -> bool:
         """Apply a round as all workers do; whether this worker's own message was counted in it.
 
         Args:
@@ -306,7 +231,7 @@ class ElasticEngine(RoundEngine):
         if self._diverged(manifest, verdict, exchange.state_hash):
             return False
         included = self._apply_verdict(flight, verdict, decided)
-        self._write_checkpoint(manifest, mine=decided.mine)
+        self.history.write_in_turn(manifest, mine=decided.mine)
         return included
 
     def _apply_verdict(self, flight: InFlight, verdict: Verdict, decided: Decided) -> bool:
@@ -320,7 +245,7 @@ class ElasticEngine(RoundEngine):
             return sick  # nothing is left to send again
         self._invalid_in_row = self._invalid_in_row if sick else 0
         included = verdict.arrived.included and decided.mine
-        with self._rates(decided.manifest.terms.lr):
+        with self.rates.of_round(decided.manifest.terms.lr, keep=self.history.replaying):
             self.apply(flight, replace(verdict.arrived, included=included))
         if opt.whole_round():
             opt.set_counter("thinwire_synced", opt.steps)
@@ -329,7 +254,7 @@ class ElasticEngine(RoundEngine):
 
     def _no_round(self, flight: InFlight, verdict: Verdict) -> None:
         """No message was left to apply: on no worker."""
-        if self._replaying:
+        if self.history.replaying:
             self.aborted += 1
             return
         what = f"round {flight.number} did not take place: no message is left"
@@ -361,39 +286,20 @@ class ElasticEngine(RoundEngine):
     def _resync(self) -> None:
         """On an elastic link a worker whose replicated state is invalid takes a checkpoint: see `_heal`."""
 
-    @contextmanager
-    def _rates(self, told: Sequence[float]) -> Iterator[None]:
-        """Within it the learning rates are those of the manifest; a worker that follows keeps them."""
-        groups = [group for group in self.opt.param_groups if "lr" in group]
-        mine = [float(group["lr"]) for group in groups]
-        if list(told) != mine and len(told) == len(mine):
-            _set_rates(groups, told)
-        yield
-        if not self._replaying:
-            _set_rates(groups, mine)
-
-    def _write_checkpoint(self, manifest: Manifest, *, mine: bool) -> None:
-        """Members write checkpoints in turn."""
-        every, ids = self.link.checkpoint_every, sorted(manifest.counted)
-        if not every or manifest.number % every or not mine:
-            return
-        if ids[manifest.number // every % len(ids)] == self.link.rank:
-            self.save()
-
     # --- Replicas that differ ---------------------------------------------------------------------------------------------
 
     def _diverged(self, manifest: Manifest, verdict: Verdict, mine: int) -> bool:
         """Compare this worker's replicated state with that of the others; whether it had to be taken anew."""
         if verdict.majority and mine not in (0, verdict.majority):
             what = f"its replicated state before round {manifest.number} is not that of the majority"
-        elif verdict.majority is None and not self._replaying:
+        elif verdict.majority is None and not self.history.replaying:
             what = f"before round {manifest.number} there are as many workers with one replicated state as with another"
         else:
             return False
         if self.policy.on_divergence == "warn":
             log.warning("%s; training goes on", what)
             return False
-        if self._replaying and verdict.majority is not None:
+        if self.history.replaying and verdict.majority is not None:
             raise Diverged(f"worker {self.link.rank}: {what}, although it was made of a checkpoint and the rounds since")
         self._start_again(what)
         return True
@@ -403,14 +309,7 @@ class ElasticEngine(RoundEngine):
         self._reloads += 1
         if self._reloads > _MOST_RELOADS:
             raise Diverged(f"worker {self.link.rank} took a checkpoint {_MOST_RELOADS} times, and again: {why}")
-        self._take_checkpoint(why)
-
-    def _take_checkpoint(self, why: str) -> None:
-        """Begin again at the newest checkpoint, as a worker that comes."""
-        log.warning("worker %d takes the newest checkpoint, and what it had not sent is lost: %s", self.link.rank, why)
-        self._begin_at_checkpoint(needed=True)
-        self.follow()
-        self._enter()
+        self.history.take_checkpoint(why)
 
 
 def _check_supported(opt: Algorithm, tau: int) -> None:
@@ -429,11 +328,3 @@ def _check_supported(opt: Algorithm, tau: int) -> None:
         )
     if opt.buffers:
         raise ConfigError("buffers are not averaged on an elastic link: use a model without BatchNorm, or leave buffers= out")
-
-
-def _set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
-    for group, rate in zip(groups, rates, strict=True):
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate

@@ -67,7 +67,7 @@ class Ledger:
         """What a worker trains on until the next round; None where it has nothing."""
         return self.held[who][-1] if self.held.get(who) else None
 
-    # --- As part of a checkpoint -----------------------------------------------------------------------------------------------
+    # --- As part of a checkpoint ------------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
         """All of it, for JSON."""

@@ -50,7 +50,7 @@ def unpack(opt: Algorithm, raw: bytes) -> dict[str, Any]:
     Raises:
         CheckpointError: it is damaged, or of another method or model.
     """
-    told, tensors, wanted = *_read(raw), _parts(opt)
+    told, tensors, wanted = _read_text(raw), _read_tensors(raw), _parts(opt)
     if told["algorithm"] != type(opt).__name__:
         raise CheckpointError(f"a state of {told['algorithm']!s:.40}, not of {type(opt).__name__}")
     if odd := sorted(tensors.keys() ^ wanted.keys()):
@@ -70,8 +70,19 @@ def unpack(opt: Algorithm, raw: bytes) -> dict[str, Any]:
     return told["extra"]
 
 
-def _read(raw: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The JSON text and the tensors of a packed state."""
+def read_extra(raw: bytes) -> dict[str, Any]:
+    """What was `extra`, without looking at the tensors."""
+    return _read_text(raw)["extra"]
+
+
+def _read_tensors(raw: bytes) -> dict[str, Tensor]:
+    try:
+        return load(raw)
+    except Exception as cause:  # safetensors has an error of its own, and raises others for other damage
+        raise CheckpointError(f"not a packed state: {type(cause).__name__} {str(cause)[:100]}") from None
+
+
+def _read_text(raw: bytes) -> dict[str, Any]:
     try:
         length = int.from_bytes(raw[:8], "little")
         if not 0 < length <= min(len(raw) - 8, 2 * _BESIDE):
@@ -83,8 +94,8 @@ def _read(raw: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
             raise ValueError("counters that are none")
         if not isinstance(told["extra"], dict) or not isinstance(told["algorithm"], str):
             raise TypeError("extra")
-        return told, load(raw)
-    except Exception as cause:  # safetensors has an error of its own, and raises others for other damage
+        return told
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
         raise CheckpointError(f"not a packed state: {type(cause).__name__} {str(cause)[:100]}") from None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from thinwire.errors import LinkError, WireError
-from thinwire.links.manifest import Signer, Store
+from thinwire.links.manifest import Signer, Store, number_of
 from thinwire.links.signed import open_text, seal_text
 
 log = logging.getLogger("thinwire")
@@ -51,19 +51,23 @@ class Archive:
         """
         name = f"{number:08d}-{self.signer.id}"
         self.store.create(f"ckpt/{name}", seal_text(self.signer, f"ckpt {name}", b"", state))
-        there = self._names()
-        numbers = sorted({_number_of(name) for name in there})
+        there = {name: at for name, at in self._names().items() if at <= number}  # nobody has verified the others
+        numbers = sorted(set(there.values()))
         if len(numbers) <= _KEPT:
             return
         needed = numbers[-_KEPT]
-        old = [f"ckpt/{name}" for name in there if _number_of(name) < needed]
-        rounds = [name for name in self.store.list("x/") if "/manifest-" not in name]
-        old += [f"x/{name}" for name in rounds if _number_of(name, "/") <= needed]
-        self.store.delete(old)
+        first = 0 if self._messages(1) else numbers[0] + 1  # what is older went with the checkpoint before
+        old = [name for n in range(first, needed + 1) for name in self._messages(n)]
+        self.store.delete([f"ckpt/{name}" for name, at in there.items() if at < needed] + old)
+
+    def _messages(self, number: int) -> list[str]:
+        """Keys of what is in a round, but for its manifests."""
+        prefix = f"x/{number:08d}/"
+        return [prefix + name for name in self.store.list(prefix) if not name.startswith("manifest-")]
 
     def newest(self) -> int:
         """The number of the round after which the newest checkpoint was written; -1 where there is none."""
-        return max((_number_of(name) for name in self._names()), default=-1)
+        return max(self._names().values(), default=-1)
 
     def states(self, *, most: int) -> Iterator[bytes]:
         """The states in the checkpoints that can be read and are signed, newest first."""
@@ -75,11 +79,12 @@ class Archive:
             except WireError as error:
                 log.warning("the checkpoint %s is passed over: %s", name, error)
 
-    def _names(self) -> list[str]:
-        return [name for name in self.store.list("ckpt/") if _number_of(name) >= 0 and name.partition("-")[2].isdigit()]
-
-
-def _number_of(name: str, end: str = "-") -> int:
-    """The number that a name begins with; -1 where it does not."""
-    number = name.partition(end)[0]
-    return int(number) if number.isdigit() else -1
+    def _names(self) -> dict[str, int]:
+        """Names of the checkpoints, and the numbers of the rounds after which they were written; nobody has verified them."""
+        found = {}
+        for name in self.store.list("ckpt/"):
+            padded, _, who = name.partition("-")
+            number = number_of(padded.lstrip("0") or "0")
+            if padded == f"{number:08d}" and number_of(who) >= 0:
+                found[name] = number
+        return found

@@ -35,7 +35,16 @@ _MOST_TWINS = 3  # rounds in a row in which this worker's message was there befo
 
 
 class RoundGone(LinkError):
-    """The messages of a round have been deleted: whoever still needs them begins again at a checkpoint."""
+    """The messages of a round have been deleted: whoever still needs them begins again at a checkpoint.
+
+    Args:
+        number: of the round.
+    """
+
+    def __init__(self, number: int):
+        """Keep the number."""
+        super().__init__(f"round {number} was deleted, since a later checkpoint holds what became of it")
+        self.number = number
 
 
 @dataclass(frozen=True)
@@ -46,13 +55,11 @@ class Decided:
         manifest: what it was.
         messages: that it counts and that are what they should be, in the order of their senders' ids.
         mine: whether this worker's own is among them; not where it was a former life's.
-        seconds: per local step, as each sender says.
     """
 
     manifest: Manifest
     messages: tuple[Payload, ...]
     mine: bool
-    seconds: dict[int, float]
 
 
 @dataclass(frozen=True)
@@ -120,11 +127,12 @@ class ElasticLink(Link):
             raise ConfigError(f"worker {signer.id} is not in the roster, which has {', '.join(map(str, self.members))}")
         self.terms = Terms(0)
         self.longest = 1 << 16  # bytes of a message, which the engine knows
-        self.step_seconds = 0.0
+        self.kept = False  # whether the next message says what was left out before
         self.ended = False
         self.decided: Decided | None = None  # the round before
         self._left_out: tuple[int, ...] = ()
         self._twins = 0
+        self._work_done = 0.0  # seconds until most had done their work of the round at hand
 
     def start_over(self, place: Place) -> None:
         """Go to a place in the history, such as that of a checkpoint."""
@@ -175,10 +183,9 @@ class ElasticLink(Link):
         place, terms, posted = self.place, self.terms, False
         if self.rank not in self.members:
             raise LinkError(f"worker {self.rank} is no longer in the roster of this run, and can only read along")
-        if self.now() - self._since <= 2 * self.waits.deadline() or self._manifest() is None:
-            message = Message(
-                place.number, self.rank, place.chain, terms.step, terms.last, self.step_seconds, payload.to_bytes()
-            )
+        late = 0 < self.waits.long_round() < self.now() - self._since
+        if not late or self._manifest() is None:
+            message = Message(place.number, self.rank, place.chain, terms.step, terms.last, self.kept, payload.to_bytes())
             posted = self._send(seal_message(self.signer, message), message)
         return _ElasticTicket(self, payload, posted)
 
@@ -216,26 +223,34 @@ class ElasticLink(Link):
 
     def _decide(self, *, posted: bool) -> Decided | None:
         """Wait until the round at hand has a manifest, and propose it where nobody else does."""
-        started, most_there, pauses = self.now(), None, self.waits.pauses()
+        started, pauses = self.now(), self.waits.pauses()
+        self._work_done = started - self._since if posted and not self.kept else 0.0
+        most_there = False
         while True:
             names, waited = self.store.list(self.place.key("")), self.now() - started
             found = self._manifest(names)
             if found is None:
                 self._view.look(names, most=self.longest)
-                if most_there is None and self._view.most_there:
-                    most_there = waited
+                if not most_there and self._view.most_there:
+                    most_there = True
+                    self._most_there_after(waited, self.now() - self._since, fresh=posted and not self.kept)
                 if self._view.marks["end"]:
                     self.ended = True
                     return None
                 if self._may_close(waited, posted=posted):
                     found = self._propose(names)
             if found is not None:
-                if posted and most_there is not None:
-                    self.waits.waited(most_there)
                 return self._take(*found, posted=posted)
             if waited > self.timeout:
                 raise LinkError(self._in_vain(waited), lost=[i for i in self.place.expected if i not in self._view.messages])
             self.elapse(next(pauses))
+
+    def _most_there_after(self, waited: float, since: float, *, fresh: bool) -> None:
+        """Most messages of the round are there, so long after this worker's own, and after the manifest before."""
+        if any(not message.kept for message in self._view.messages.values()):
+            self._work_done = since
+        if fresh:
+            self.waits.waited(waited)
 
     def _may_close(self, waited: float, *, posted: bool) -> bool:
         """Whether this worker proposes a manifest now."""
@@ -245,7 +260,8 @@ class ElasticLink(Link):
         wanted = set(self.place.expected) if self.place.number else set(self.members)  # of round 0: those who found the run
         wanted -= view.bad | view.left | view.marks["hello"]  # who has just come has nothing to send
         if posted:
-            return len(there) >= self.quorum and (wanted <= there or waited > self.waits.deadline())
+            late = waited > self.waits.deadline() and self.now() - self._since > self.waits.long_round()
+            return len(there) >= self.quorum and (wanted <= there or late)
         enough = len(there) >= self.quorum or len(view.come) >= self.quorum
         return enough and (wanted <= there or waited > self.waits.silence())
 
@@ -264,7 +280,7 @@ class ElasticLink(Link):
             hello=tuple(sorted(view.come)),
             bye=tuple(sorted(view.left)),
             terms=terms,
-            seconds=max(0.0, self.now() - self._since),
+            seconds=max(0.0, self._work_done),
             roster=roster,
         )
         at = next(k for k in range(len(names) + 1) if f"manifest-{k}" not in names)  # those before are unsound
@@ -327,7 +343,7 @@ class ElasticLink(Link):
         sound = [m for m in messages if m is not None and (m.step, m.last) == (terms.step, terms.last)]
         payloads = tuple(as_payload(m, like) for m in sound)
         mine = posted and self._view.digests.get(self.rank) == manifest.counted.get(self.rank, "")
-        decided = Decided(manifest, payloads, mine, {m.sender: m.seconds for m in sound})
+        decided = Decided(manifest, payloads, mine)
         left = set(self.place.expected) - set(manifest.counted) - set(manifest.bye)
         self._left_out = tuple(sorted(left))
         self.waits.took([manifest.seconds] if manifest.counted else [])
@@ -350,7 +366,7 @@ class ElasticLink(Link):
                 log.warning("round %d: a message that is counted is left out: %s", self.place.number, error)
                 return None
             if self.archive.newest() >= self.place.number:
-                raise RoundGone(f"round {self.place.number} was deleted, since a later checkpoint holds what became of it")
+                raise RoundGone(self.place.number)
             self.elapse(next(pauses))
         raise LinkError(
             f"round {self.place.number}: the message of worker {sender}, which the manifest counts, was not there for "

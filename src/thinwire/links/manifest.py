@@ -222,7 +222,7 @@ class Manifest:
         hello: ids that came, without anything from before.
         bye: ids that left.
         terms: see `Terms`.
-        seconds: since the manifest before, on the clock of the proposer.
+        seconds: from the manifest before until most messages were there, on the clock of the proposer; 0 where it cannot say.
         roster: token of the revision in force from the next round on.
     """
 

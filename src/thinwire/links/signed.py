@@ -6,7 +6,6 @@ name, round or history does not verify. A message begins with a small header; wh
 
 from __future__ import annotations
 
-import math
 import struct
 from dataclasses import dataclass
 
@@ -18,9 +17,9 @@ from thinwire.payload import Payload
 
 _MAGIC = b"THNE"
 _VERSION = 1
-_HEADER = struct.Struct("<4sBBQQ32sQdQ")  # magic, version, flags, round, sender, chain, step, seconds per step, length
+_HEADER = struct.Struct("<4sBBQQ32sQQ")  # magic, version, flags, round, sender, chain, step, length
 MESSAGE_NBYTES = _HEADER.size
-_LAST = 1
+_LAST, _KEPT = 1, 2
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Message:
         chain: SHA-256 of the manifest before.
         step: the run's counted step at which its sender says that the round takes place.
         last: whether it is the round of `finish()`.
-        seconds: what a local step takes its sender; 0 where it was not measured.
+        kept: whether it says what was left out of an earlier round, with no steps since.
         body: what it says.
     """
 
@@ -42,14 +41,14 @@ class Message:
     chain: bytes
     step: int
     last: bool
-    seconds: float
+    kept: bool
     body: bytes
 
 
 def seal_message(signer: Signer, message: Message) -> bytes:
     """The bytes of a message, signed."""
-    flags = _LAST * message.last
-    told = (message.number, message.sender, message.chain, message.step, message.seconds, len(message.body))
+    flags = _LAST * message.last | _KEPT * message.kept
+    told = (message.number, message.sender, message.chain, message.step, len(message.body))
     raw = _HEADER.pack(_MAGIC, _VERSION, flags, *told) + message.body
     return raw + signer.sign(_context("message") + raw)
 
@@ -59,9 +58,9 @@ def open_message(signer: Signer, raw: bytes, *, number: int, sender: int, chain:
     room = MESSAGE_NBYTES + signer.nbytes
     if len(raw) < room:
         raise WireError(f"{len(raw)} bytes, where a message has at least {room}", rank=sender)
-    magic, version, flags, n, who, told_chain, step, seconds, length = _HEADER.unpack_from(raw)
+    magic, version, flags, n, who, told_chain, step, length = _HEADER.unpack_from(raw)
     told, signature = raw[: len(raw) - signer.nbytes], raw[len(raw) - signer.nbytes :]
-    if magic != _MAGIC or version != _VERSION or flags & ~_LAST:
+    if magic != _MAGIC or version != _VERSION or flags & ~(_LAST | _KEPT):
         raise WireError(f"not a message of version {_VERSION}", rank=sender)
     if length != len(raw) - room:
         raise WireError(f"{len(raw) - room} bytes came, where {length} are announced", rank=sender)
@@ -69,11 +68,11 @@ def open_message(signer: Signer, raw: bytes, *, number: int, sender: int, chain:
         raise WireError(f"sent in the name of worker {who}", rank=sender)
     if n != number or told_chain != chain:
         raise WireError(f"of round {n} or of another history, in round {number}", rank=sender)
-    if not (0 <= seconds < math.inf and step < 1 << 62):
-        raise WireError(f"step {step} and {seconds!r} seconds per step, which cannot be", rank=sender)
+    if step >= 1 << 62:
+        raise WireError(f"step {step}, which cannot be", rank=sender)
     if not signer.verify(sender, _context("message") + told, signature):
         raise WireError("its signature is wrong", rank=sender)
-    return Message(n, who, told_chain, step, bool(flags & _LAST), seconds, told[MESSAGE_NBYTES:])
+    return Message(n, who, told_chain, step, bool(flags & _LAST), bool(flags & _KEPT), told[MESSAGE_NBYTES:])
 
 
 def seal_text(signer: Signer, kind: str, chain: bytes, text: bytes = b"") -> bytes:

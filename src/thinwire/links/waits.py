@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 _RECENT = 16  # rounds that count
+_LONG = 1.5  # times the median round: who is not there by then is late
+_LEAST_POLLS = 10  # that a deadline has: a machine may be busy for a moment
 
 
 class Waits:
@@ -34,19 +36,21 @@ class Waits:
         self._waits.append(seconds)
 
     def took(self, periods: Iterable[float]) -> None:
-        """Rounds took so long."""
-        self._periods.extend(periods)
+        """Rounds took so long until most messages were there; 0 where that was not measured."""
+        self._periods.extend(seconds for seconds in periods if seconds > 0)
 
     def deadline(self) -> float:
-        """Seconds after its own message that a worker waits for others, before it closes the round without them.
-
-        At least a quarter of a round: whoever comes last has hardly waited for anybody, and must not shut out who comes right
-        after it.
-        """
+        """Seconds after its own message that a worker waits for others, at least."""
         if not self._periods:
             return self.first
-        least = max(2 * self.poll, statistics.median(self._periods) / 4)
-        return max(least, self.patience * statistics.median(self._waits) if self._waits else 0.0)
+        return max(_LEAST_POLLS * self.poll, self.patience * statistics.median(self._waits) if self._waits else 0.0)
+
+    def long_round(self) -> float:
+        """Seconds after the manifest before that a worker waits for others, at least; 0 where nothing was measured.
+
+        Whoever sends at once what was left out before must not close the round while the others are still at their steps.
+        """
+        return _LONG * statistics.median(self._periods) if self._periods else 0.0
 
     def silence(self) -> float:
         """Seconds after which one who has come, and has no message to send, takes it that nobody else is there."""

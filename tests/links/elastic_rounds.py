@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Event
 from typing import Any
 
 from tests.processes import LIMIT
@@ -35,6 +36,11 @@ class Patient(ElasticLink):
     """A link whose clock stands still once the run is founded: nobody is left out for being late on a busy machine."""
 
     stopped: float | None = None
+    others_failed: Event = Event()
+
+    def elapse(self, seconds: float) -> None:
+        assert not self.others_failed.is_set(), "another worker failed"
+        super().elapse(seconds)
 
     def now(self) -> float:
         return super().now() if self.stopped is None else self.stopped
@@ -89,7 +95,17 @@ def run_rounds(
         deadlines: whether a round is closed without those who are late.
     """
 
+    failed = Event()
+
     def work(link: Patient) -> list[Seen]:
+        link.others_failed = failed
+        try:
+            return take_part(link)
+        except BaseException:
+            failed.set()
+            raise
+
+    def take_part(link: Patient) -> list[Seen]:
         found(link)
         link.stopped = None if deadlines else link.now()
         seen = []

@@ -136,15 +136,16 @@ class _Workers:
         """Wait until the run has gone on by so many rounds."""
         target, deadline = self._round.value + count, time.monotonic() + LIMIT
         while self._round.value < target:
-            self._restart_the_dead()
+            self._check_lives()
             self._check(deadline, f"round {target}")
             time.sleep(0.01)
 
-    def _restart_the_dead(self) -> None:
-        """A worker that gave up by itself counts as a failure; one that was killed has been started again already."""
+    def _check_lives(self) -> None:
+        """A worker that gave up by itself is a failure; one that was killed has been started again already."""
         for id, process in enumerate(self.processes):
             if process.exitcode not in (None, 0):
-                raise SystemExit(f"elastic: worker {id} ended with {process.exitcode}: {self.folder}/worker{id}.log")
+                told = (self.folder / f"worker{id}.log").read_text()[-4000:]
+                raise SystemExit(f"elastic: worker {id} ended with {process.exitcode}:\n{told}")
 
     def disturb(self, chance: random.Random) -> str:
         """Do something to somebody; what it was."""
@@ -195,7 +196,7 @@ class _Workers:
         while any(process.is_alive() for process in self.processes):
             self._check(deadline, "the end")
             time.sleep(0.02)
-        self._restart_the_dead()
+        self._check_lives()
 
     def _check(self, deadline: float, what: str) -> None:
         if time.monotonic() > deadline:
@@ -274,11 +275,11 @@ class _Diary:
 
     def __init__(self, path: Path, trainer: Any, round: Any):
         self._file, self._trainer, self._round = path.open("a", buffering=1), trainer, round
-        self._settle, self._take = trainer.optimizer.engine.ledger.settle, trainer.optimizer.engine._take
+        self._take = trainer.optimizer.engine.take
         self._requests = Counter[str]()
 
     def __enter__(self) -> _Diary:
-        self._trainer.optimizer.engine._take = self._watched
+        self._trainer.optimizer.engine.take = self._watched
         return self
 
     def __exit__(self, *_: object) -> None:

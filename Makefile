@@ -12,13 +12,13 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
-demo: $(VENV)/.core ## Train a small GPT on 2 real workers twice and compare loss and bytes (about 2 minutes).
+demo: $(VENV)/.core ## Train a small GPT on 2 real workers with 3 methods: loss, bytes, speed on a thin link (about 3 minutes).
 	$(BIN)/thinwire demo
 
 test: lint types docs ## Lint, types, docs and the quick tests (what CI runs; about 9 minutes on 2 cores).
 	$(PYTEST)
 
-test-full: lint types docs $(VENV)/.servers ## The same with the slow tests (about 25 minutes on 2 cores).
+test-full: lint types docs $(VENV)/.frameworks $(VENV)/.servers ## The same with the slow tests, real servers and frameworks (about 25 minutes on 2 cores without the frameworks).
 	$(PYTEST) -m ""
 
 chaos: $(VENV)/.servers ## Kill workers of 5 methods again and again; each run must end as if nothing had happened.
@@ -67,6 +67,10 @@ $(VENV)/.dev: $(VENV)/.python pyproject.toml constraints.txt
 	$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.core
 
+$(VENV)/.frameworks: $(VENV)/.dev
+	$(PIP) -e '.[frameworks]'
+	@touch $@
+
 $(VENV)/.servers: $(VENV)/.dev
-	$(PIP) -e '.[dev,servers]'
+	$(PIP) -e '.[servers]'
 	@touch $@

@@ -19,6 +19,7 @@ from torch import Tensor
 import thinwire
 from benchmarks import record
 from benchmarks.arms import SLOWER, WARM
+from thinwire.core.phases import at_work
 from thinwire.tools import train
 from thinwire.tools.config import RunConfig
 
@@ -69,9 +70,9 @@ def measure(arm: dict[str, Any], lr: float) -> dict[str, float]:
         for step in range(1, STEPS + 1):
             trainer._one_step(step)
             if step == config.warm_start:
-                trainer._end_warm_start()
-                assert isinstance(trainer.optimizer, thinwire.MTDAO)
-                watch = Watch(trainer.optimizer)
+                optimizer = at_work(trainer.optimizer)
+                assert isinstance(optimizer, thinwire.MTDAO)
+                watch = Watch(optimizer)
         assert watch is not None
         return watch.ways
 

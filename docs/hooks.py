@@ -32,6 +32,7 @@ PACKAGES = (
     "thinwire.algorithms",
     "thinwire.tasks",
     "thinwire.optim",
+    "thinwire.log",
 )
 MODULES = (
     "thinwire.core.gates",
@@ -61,6 +62,8 @@ MODULES = (
     "thinwire.core.fragments",
     "thinwire.tasks.task",
     "thinwire.core.wrapper",
+    "thinwire.core.stats",
+    "thinwire.core.phases",
 )
 REFERENCE = "api/"
 

@@ -25,6 +25,10 @@ import torch.distributed as dist
 from thinwire.links.base import Link
 from thinwire.payload import Payload
 
+# Processes are forked from one that has imported torch, which takes seconds, and nothing else: it has no threads.
+WARM = mp.get_context("forkserver")
+WARM.set_forkserver_preload(["torch", "torch.distributed.tensor", "pytest", "thinwire.algorithms", "thinwire.sim"])
+
 LIMIT = 600.0  # seconds that any wait may take: nothing here is about time, and the machine may be busy
 _GRACE = 60.0  # seconds that the others get to answer too when one has failed already
 
@@ -116,12 +120,11 @@ class Pool:
 
     def _start(self) -> None:
         self._store = start_store()
-        context = mp.get_context("spawn")
         self._pipes: list[Connection] = []
-        self._processes: list[mp.context.SpawnProcess] = []
+        self._processes: list[mp.context.ForkServerProcess] = []
         for rank in range(self.size):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, self._store.port, theirs), daemon=True)
+            mine, theirs = WARM.Pipe()
+            process = WARM.Process(target=_serve, args=(rank, self.size, self._store.port, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(mine)

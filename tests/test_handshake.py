@@ -1,9 +1,10 @@
-"""What the handshake compares besides settings: frozen parameters, the order of names, starting buffers; and how it says so."""
+"""What the handshake compares besides settings: frozen parameters, names, starting buffers, gradients; and how it says so."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import nn
 import thinwire
 from tests.processes import Pool
 from tests.test_agreement import normed, normed_backward
-from thinwire import Link, Metered, World
+from thinwire import Link, Metered, TorchLink, World
+from thinwire.core.gates import handshake
 from thinwire.core.hashing import show_hash
 from thinwire.core.optimizer import Algorithm
 from thinwire.errors import FingerprintMismatch
@@ -92,22 +94,29 @@ def test_another_order_of_names_is_refused(method: str) -> None:
         World(2).run(worker)
 
 
-def _with_statistics(link: Link, other: bool) -> tuple[list[str], list[tuple[str, int]]]:
-    """The warnings of one worker, and what crossed its link before the first round."""
+@contextmanager
+def warnings_of_this_process() -> Iterator[list[str]]:
+    """What thinwire logs here; for workers of a pool, which `caplog` does not hear."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("thinwire").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("thinwire").removeHandler(handler)
+
+
+def _with_statistics(link: Link, other: bool) -> tuple[list[str], list[tuple[str, int]]]:
+    """The warnings of one worker, and what crossed its link before the first round."""
     model, metered = normed(), Metered(link)
     if other and link.rank == 1:
         model.norm.running_mean.add_(1)
     opt = thinwire.DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), metered, H=4, buffers=thinwire.running_statistics(model))
-    logging.getLogger("thinwire").addHandler(handler)
-    try:
+    with warnings_of_this_process() as said:
         for number in range(3):
             normed_backward(model, link.rank, number)
             opt.step()
-    finally:
-        logging.getLogger("thinwire").removeHandler(handler)
     return said, [(e.purpose, e.payload) for e in metered.meter.recent]
 
 
@@ -139,3 +148,105 @@ def test_buffers_that_went_their_own_ways_are_not_compared_after_a_resume(caplog
     with caplog.at_level(logging.WARNING, logger="thinwire"):
         World(2).run(worker)
     assert caplog.text == ""
+
+
+# --- Gradients that are the same on all workers ----------------------------------------------------------------------------
+
+SAME = "have the same gradients, though each should have those of its own data"
+
+
+def _train(link: TorchLink, wrapped: bool) -> list[str]:
+    """The warnings of a worker that trains a small model on its own data, in torch's DDP or as it is."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    forward = nn.parallel.DistributedDataParallel(model, process_group=link.group) if wrapped else model
+    opt = thinwire.DiLoCo(torch.optim.AdamW(model.parameters()), link, H=2)
+    with warnings_of_this_process() as said:
+        for step in range(3):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * link.rank + step))
+            forward(x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+    return said
+
+
+def test_torchs_ddp_around_the_model_is_a_warning_on_all_workers(pool: Pool) -> None:
+    for said in pool.run(_train, 2, True):
+        assert len(said) == 1, "once"
+        assert said[0].startswith(f"all 2 workers {SAME}")
+        assert "DistributedDataParallel around the model" in said[0] and "read the same data" in said[0]
+    assert pool.run(_train, 2, False) == [[], []]
+
+
+def _gradients_of(link: Link, gradient: Callable[[int], list[float] | None], method: str = "diloco") -> None:
+    x = nn.Parameter(torch.ones(3))
+    made = {
+        "diloco": lambda: thinwire.DiLoCo(torch.optim.SGD([x], lr=0.1), link, H=2),
+        "dataparallel": lambda: thinwire.DataParallel(torch.optim.SGD([x], lr=0.1), link),
+        "demo": lambda: thinwire.DeMo([x], link, lr=0.1),
+    }
+    opt, given = made[method](), gradient(link.rank)
+    x.grad = None if given is None else torch.tensor(given)
+    opt.step()
+
+
+@pytest.mark.parametrize("method", ["diloco", "dataparallel", "demo"])
+def test_the_same_data_on_all_workers_is_a_warning(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    World(3).run(lambda link: _gradients_of(link, lambda _: [1.0, 2.0, 3.0], method))
+    assert [r.getMessage().startswith(f"all 3 workers {SAME}") for r in caplog.records] == [True] * 3
+    caplog.clear()
+    World(3).run(lambda link: _gradients_of(link, lambda rank: [1.0, 2.0, 3.0 + (rank == 2)], method))
+    assert caplog.text == "", "one worker has others"
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("workers", "gradient"),
+    [(1, [1.0, 2.0, 3.0]), (2, None), (2, [0.0, -0.0, 0.0]), (2, [NAN, NAN, NAN]), (2, [float("inf"), 0.0, NAN])],
+    ids=["one worker", "none", "zeros", "NaN", "no finite value"],
+)
+def test_gradients_that_say_nothing_are_no_warning(
+    workers: int, gradient: list[float] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    World(workers).run(lambda link: _gradients_of(link, lambda _: gradient))
+    assert SAME not in caplog.text
+
+
+def test_an_infinity_of_a_grad_scaler_does_not_hide_them(caplog: pytest.LogCaptureFixture) -> None:
+    World(2).run(lambda link: _gradients_of(link, lambda _: [float("inf"), 2.0, 3.0]))
+    assert caplog.text.count(SAME) == 2
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "elsewhere", "warned"),
+    [(7, 7, False, True), (7, 8, False, False), (7, 7, True, False), (0, 0, False, False)],
+    ids=["equal", "other", "another shard's differ", "nothing on any shard"],
+)
+def test_all_shards_of_a_worker_see_the_same(
+    mine: int, others: int, elsewhere: bool, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`any_shard` is asked twice after the digest: whether gradients differ, and whether there are any."""
+
+    def worker(link: Link) -> int:
+        asked: list[bool] = []
+
+        def any_shard(flag: bool) -> bool:
+            asked.append(flag)
+            return flag or (elsewhere and len(asked) == 2)
+
+        handshake(link, {"same": "on all"}, any_shard=any_shard, gradients=mine if link.rank == 0 else others)
+        return len(asked)
+
+    assert World(2).run(worker) == [3, 3], "the same number on every shard, whatever it finds"
+    assert (SAME in caplog.text) is warned
+
+
+def test_a_shard_without_gradients_warns_as_the_others_of_its_worker_do(caplog: pytest.LogCaptureFixture) -> None:
+    def worker(link: Link) -> None:
+        answers = iter([False, False, True])  # digests alike, no gradients that differ, gradients on another shard
+        handshake(link, {"same": "on all"}, any_shard=lambda flag: flag or next(answers))
+
+    World(2).run(worker)
+    assert caplog.text.count(SAME) == 2

@@ -11,12 +11,12 @@ import pytest
 
 from tests.conftest import not_tested
 from tests.processes import LIMIT
-from tests.tiers import first_quick
 
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("how", first_quick([[], ["--numprocesses", "1"]]), ids=["here", "xdist"])
+@pytest.mark.slow  # pytest in a process of its own
+@pytest.mark.parametrize("how", [[], ["--numprocesses", "1"]], ids=["here", "xdist"])
 def test_slow_tests_that_were_left_out_are_counted(how: list[str]) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *how, "tests/test_clean_install.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, cwd=ROOT)

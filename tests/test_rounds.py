@@ -92,7 +92,7 @@ class Counting(LinkDecorator):
 
 @pytest.mark.parametrize("name", named(lambda name: name != "noloco"))
 def test_a_round_asks_once_who_takes_part_and_never_again(name: str) -> None:
-    model, link = model_of(), Counting(SoloLink())
+    model, link = model_of(), Counting(Metered(SoloLink()))  # a meter of the wire may ask: it counts for whom a mean was
     opt = build(name, model.parameters(), link, alarm_every=0)
     train(model, opt, 0, 3 * H)
     before, rounds = link.asked, opt.rounds + len(opt.engine.queue)

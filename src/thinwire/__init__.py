@@ -69,12 +69,14 @@ _HOME = {
     "Union": "thinwire.schedules",
     "Warmup": "thinwire.schedules",
     "World": "thinwire.sim",
+    "WarmStart": "thinwire.warm_start",
+    "auto": "thinwire.tools.auto",
 }
 
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
-    from thinwire import checkpoint, errors, optim
+    from thinwire import checkpoint, errors, log, optim
     from thinwire.algorithms import MTDAO, DataParallel, DecoupledDiLoCo, DeMo, DiLoCo, LocalSGD, LoRDO, NoLoCo, StreamingDiLoCo
     from thinwire.codecs import (
         DCT,
@@ -122,11 +124,13 @@ if TYPE_CHECKING:
     from thinwire.payload import Payload
     from thinwire.schedules import Every, Periods, Staggered, Union, Warmup
     from thinwire.sim import World
+    from thinwire.tools.auto import auto
+    from thinwire.warm_start import WarmStart
 
 
 def __getattr__(name: str) -> object:
     """Import a public name on its first use."""
-    if name in ("checkpoint", "errors", "optim"):
+    if name in ("checkpoint", "errors", "log", "optim"):
         return importlib.import_module(f"thinwire.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'thinwire' has no attribute {name!r}")

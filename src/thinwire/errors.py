@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class ThinwireError(Exception):
@@ -16,6 +17,17 @@ class ThinwireError(Exception):
 
 class ConfigError(ThinwireError, ValueError):
     """A setting is wrong; the message shows the bad value and what is allowed."""
+
+
+def how_to_install(extra: str) -> str:
+    """The command that installs an optional part: in a clone of the repository, or wherever thinwire was installed.
+
+    Args:
+        extra: its name in pyproject.toml.
+    """
+    clone = Path(__file__).parents[2]
+    in_clone = Path(__file__).parents[1].name == "src" and (clone / "pyproject.toml").is_file()
+    return f"pip install -e '.[{extra}]'" if in_clone else f"pip install 'thinwire[{extra}]'"
 
 
 class MissingDependency(ConfigError):

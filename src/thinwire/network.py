@@ -26,6 +26,9 @@ from thinwire.errors import ConfigError
 
 Op = Literal["mean", "gather", "broadcast", "pair"]
 
+GOODPUT = 1448 / 1514  # of an Ethernet link: a frame of 1514 bytes has headers of Ethernet, IP and TCP with timestamps
+BACKWARD = 2 / 3  # of a step: a backward pass has twice the matrix products of a forward pass
+
 
 class Traffic(NamedTuple):
     """Bytes that one worker sends and receives in one exchange."""

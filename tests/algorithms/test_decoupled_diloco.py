@@ -577,7 +577,7 @@ def test_bad_settings_are_refused_with_what_is_allowed(settings: dict, message: 
 def test_a_momentum_of_what_was_received_is_kept_only_where_it_is_asked_for() -> None:
     for mu, slots in ((0.0, 2), (0.5, 3)):
         opt = DecoupledDiLoCo(sgd(model_of().parameters()), SoloLink(), mode="consensus", outer_momentum=mu)
-        assert all(len(opt.state[p]) == slots for p in opt._active)
+        assert all(len(opt.own_state[p]) == slots for p in opt._active)
 
 
 def test_workers_that_follow_different_rules_are_refused_by_name() -> None:

@@ -57,6 +57,7 @@ def test_the_example_trains_and_all_workers_hold_one_model() -> None:
     assert float(found[2]) < float(found[1]) - 1.0
 
 
+@pytest.mark.slow  # a process of its own; any torch optimizer takes the same way
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
 def test_torchs_own_muon_of_matrices_is_an_inner_optimizer_like_any_other() -> None:
     assert run("-c", TORCH_MUON) == "ok\n"

@@ -261,6 +261,7 @@ def test_the_outer_parameters_are_better_than_any_replica() -> None:
         assert shown < 0.8 * own
 
 
+@pytest.mark.slow  # six trainings; the mixing is tested above with one
 def test_delay_costs_little_and_the_layout_less() -> None:
     """S3 and S6, of the shared model at one mixing: what is left is noise, of which a delay adds some per step."""
     at_once = World(4).run(lambda link: bowl(link, tau=0, alpha=0.5))[0][0]

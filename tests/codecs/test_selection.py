@@ -209,7 +209,7 @@ def test_a_random_choice_is_pinned() -> None:
 @pytest.mark.parametrize(("L", "k"), [(10, 3), (64, 16), (7, 6)])
 def test_each_entry_is_as_likely_as_any_other(L: int, k: int) -> None:
     """Over rounds, and over the blocks of one round; a limit of six deviations of a fair draw."""
-    times = 4000
+    times = 1500
     over_rounds = np.zeros(L)
     for round in range(times):
         over_rounds[RandomK(k).positions(L, round, 3, 4)[0]] += 1
@@ -221,7 +221,7 @@ def test_each_entry_is_as_likely_as_any_other(L: int, k: int) -> None:
 
 
 def test_pairs_are_chosen_together_as_often_as_chance_would_have_it() -> None:
-    L, k, times = 8, 3, 6000
+    L, k, times = 8, 3, 2000
     together = np.zeros((L, L))
     for round in range(times):
         a = RandomK(k, seed=2).positions(L, round, 0, 1)[0]

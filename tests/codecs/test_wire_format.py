@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.codecs import plain_reader
 from tests.codecs.catalogue import SELECTIONS, TRANSFORMS, VALUES
 from tests.codecs.plain_reader import Refused
-from tests.tiers import first_quick
+from tests.tiers import diagonals, first_quick
 from thinwire.codecs import (
     DCT,
     Chain,
@@ -75,8 +75,7 @@ def assert_same(plain: list[list[float]], tensors: list[Tensor], *, exact: bool)
 # --- The independent reader ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("values", VALUES, ids=repr)
-@pytest.mark.parametrize("selection", SELECTIONS, ids=repr)
+@pytest.mark.parametrize(("selection", "values"), diagonals(SELECTIONS, VALUES), ids=repr)
 def test_a_reader_written_from_the_page_reads_every_message(selection: Selection, values: Values) -> None:
     tensors = contribution()
     for transform in TRANSFORMS:

@@ -122,8 +122,6 @@ def measure_arm(run: Run) -> Entry:
         trainer, losses = Trainer(config, link, task=task), []
         for step in range(1, STEPS + 1):
             losses.append(float(trainer._one_step(step)))
-            if trainer.warm and step == WARM:
-                trainer._end_warm_start()
         totals = trainer.link.meter.totals
         return [p.detach().clone() for p in trainer.model.parameters()], losses, totals.sent, totals.payload
 

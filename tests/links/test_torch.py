@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import signal
 import socket
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.processes import LIMIT, Pool, hear, join_job, meet, own_group, start_store, tell, until
+from tests.processes import LIMIT, WARM, Pool, hear, join_job, meet, own_group, start_store, tell, until
 from thinwire.errors import ConfigError, LinkError, WireError
 from thinwire.links import Link, SoloLink, TorchLink, connect, disconnect
 from thinwire.links.heartbeat import Heartbeat
@@ -300,11 +299,10 @@ class Job:
         """With `once` a process leaves after its first answer; with `host` rank 0 holds the store, as without a launcher."""
         self._store = None if host else start_store()
         port = _free_port() if self._store is None else self._store.port
-        context = mp.get_context("spawn")
         self.pipes, self.processes = [], []
         for rank in range(size):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_member, args=(rank, size, port, theirs, once, host), daemon=True)
+            mine, theirs = WARM.Pipe()
+            process = WARM.Process(target=_member, args=(rank, size, port, theirs, once, host), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(mine)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.errors import ConfigError
+from thinwire.maths.propose import LIVES, half_life
 from thinwire.optim import propose_beta
-from thinwire.optim.propose import LIVES, half_life
 
 calm = settings(deadline=None, database=None, derandomize=True)
 

@@ -307,6 +307,7 @@ def test_muons_group_without_matrices_is_qhadam() -> None:
     assert torch.equal(a, b)
 
 
+@pytest.mark.slow  # a process of its own; QHMuon's formulas are tested above
 def test_qhmuon_with_all_weight_on_one_momentum_is_torchs_muon() -> None:
     """In bfloat16 as torch does it, so by a tolerance; in a process of its own, where the CPU may have no such matrix product.
 

@@ -10,7 +10,9 @@ from thinwire.tasks.gpt import GPT, SIZES, Attention, GPTConfig, rotary_angles, 
 TINY = GPTConfig(vocab=11, context=8, layers=2, width=16, heads=2)
 
 
-@pytest.mark.parametrize(("size", "millions"), [("nano", 0.820), ("small", 3.213), ("medium", 10.721), ("124m", 123.55)])
+@pytest.mark.parametrize(
+    ("size", "millions"), [("micro", 0.4266), ("nano", 0.820), ("small", 3.213), ("medium", 10.721), ("124m", 123.55)]
+)
 def test_parameter_counts(size: str, millions: float):
     config = SIZES[size]
     with torch.device("meta"):

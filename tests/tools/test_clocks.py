@@ -12,11 +12,12 @@ from torch import nn
 
 from tests.conformance.training import H, assert_same, build, model_of, snapshot, train
 from tests.processes import Pool
-from thinwire import MTDAO, DataParallel, Link, SoloLink, TorchLink, World, checkpoint
+from thinwire import MTDAO, DataParallel, DeMo, Link, SoloLink, TorchLink, World, checkpoint
+from thinwire.core.phases import at_work
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError
 from thinwire.optim import QHADOPT, QHM, LowRankAdam, QHAdam, QHMuon, propose_beta
-from thinwire.tools.build import optimizer_of, take_over, warm_optimizer_of
+from thinwire.tools.build import optimizer_of, warm_start_of
 from thinwire.tools.cli import main
 from thinwire.tools.config import RunConfig, check_same_run, read_run_toml, write_run_toml
 from thinwire.tools.train import Progress, Trainer
@@ -126,7 +127,7 @@ def test_a_warm_start_is_data_parallel_and_then_the_method() -> None:
     finals = {name: trained(config_of(name, warm_start=warm)) for name, warm in (("mt-dao", 8), ("local-adam", 8))}
     for results in finals.values():
         for params, opt in results:
-            assert isinstance(opt, MTDAO)
+            assert isinstance(at_work(opt), MTDAO)
             assert_same(params, results[0][0])
             assert (opt.steps, opt.rounds) == (24, 8 + 4), "eight synchronous rounds, then one every four steps"
             assert opt.pending_steps == 0
@@ -151,17 +152,13 @@ def _resumed_run(link: Link, folder: Path, stop: int) -> list:
     first = Trainer(replace(config, lr_final=1.0), link)
     for step in range(1, stop + 1):
         first._one_step(step)
-        if first.warm and step == config.warm_start:
-            first._end_warm_start()
     first.save(folder)
     again = Trainer(replace(config, lr_final=1.0), link)
     again.resume(folder)
     for trainer in (first, again):
         for step in range(stop + 1, 25):
             trainer._one_step(step)
-            if trainer.warm and step == config.warm_start:
-                trainer._end_warm_start()
-    assert type(again.optimizer) is MTDAO
+    assert type(at_work(again.optimizer)) is MTDAO
     assert_same(snapshot(first.model), snapshot(again.model))
     return snapshot(first.model)
 
@@ -174,7 +171,7 @@ def test_a_run_with_a_warm_start_resumes_bit_for_bit(stop: int, tmp_path: Path, 
 def test_a_method_without_an_inner_optimizer_has_a_warm_start_too() -> None:
     results = trained(config_of("demo", warm_start=8, settings={}))
     for params, opt in results:
-        assert not isinstance(opt, DataParallel)
+        assert isinstance(at_work(opt), DeMo)
         assert opt.steps == 24
         assert_same(params, results[0][0])
 
@@ -183,18 +180,16 @@ def test_lordo_goes_on_with_the_projectors_of_its_warm_start() -> None:
     config = config_of("lordo", warm_start=8, settings={"H": 4, "rank": 3})
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
-    warm = warm_optimizer_of(config, model, SoloLink())
-    assert isinstance(warm, Wrapper)
-    assert type(warm.inner) is LowRankAdam
+    opt = warm_start_of(config, model, SoloLink())
+    assert type(opt.inner) is LowRankAdam
     for _ in range(8):
+        assert isinstance(opt.at_work, DataParallel)
         model(torch.randn(4, 8)).square().sum().backward()
-        warm.step()
-        warm.zero_grad()
-    opt = optimizer_of(config, model, SoloLink())
-    Q = opt.state[model.weight]["Q"]
-    assert not torch.equal(Q, warm.inner.state[model.weight]["Q"])
-    take_over(opt, warm)
-    assert torch.equal(Q, warm.inner.state[model.weight]["Q"])
+        opt.step()
+        opt.zero_grad()
+    fresh = optimizer_of(config, model, SoloLink())
+    assert not torch.equal(fresh.state[model.weight]["Q"], opt.inner.state[model.weight]["Q"])
+    assert torch.equal(opt.state[model.weight]["Q"], opt.inner.state[model.weight]["Q"])
     assert opt.steps == 8
     assert not opt.state[model.weight]["exp_avg"].any()
 

@@ -19,7 +19,8 @@ from tests.tools.test_lab import real
 from thinwire.errors import ConfigError
 from thinwire.tools import runners
 from thinwire.tools.cli import main
-from thinwire.tools.commands.compare import CompareFlags, parse_arms, parse_seeds
+from thinwire.tools.command_flags import CompareFlags
+from thinwire.tools.commands.compare import parse_arms, parse_seeds
 from thinwire.tools.compare import Run, run_all, run_folders
 from thinwire.tools.config import RunConfig
 from thinwire.tools.flags import parse_run
@@ -80,19 +81,19 @@ def test_every_arm_has_a_folder_of_its_own() -> None:
     [
         ([], "name the methods to compare before all flags"),
         (["--steps", "3", "ddp"], "name the methods to compare before all flags"),
-        (["ddp", "ddp"], "two arms are called 'ddp': give one a name of its own"),
-        (["ddp", "dilocoo"], "in the arm 'dilocoo': unknown algorithm 'dilocoo' (did you mean 'diloco'?)"),
-        (["ddp", "diloco --H 0"], "in the arm 'diloco --H 0': H must be a whole number of at least 1, got 0"),
-        (["ddp", "diloco --outer-lr inf"], "in the arm 'diloco --outer-lr inf': outer_lr must be above zero and finite"),
-        (["ddp", "demo --wire 'TopK(8'"], "in the arm"),
-        (["ddp", "demo --wire 'open"], 'cannot read the arm "demo --wire \'open": No closing quotation'),
-        (["ddp", " = demo"], "an arm is a method with flags of its own"),
-        (["ddp", "x = "], "an arm is a method with flags of its own"),
-        (["ddp", "--algorithm", "demo"], "--algorithm is not for all arms of a comparison"),
-        (["ddp", "--seed", "3"], "--seed is not for all arms of a comparison: give --seeds"),
+        (["ddp", "ddp"], "two methods are called 'ddp': give one a name of its own"),
+        (["ddp", "dilocoo"], "in 'dilocoo': unknown algorithm 'dilocoo' (did you mean 'diloco'?)"),
+        (["ddp", "diloco --H 0"], "in 'diloco --H 0': H must be a whole number of at least 1, got 0"),
+        (["ddp", "diloco --outer-lr inf"], "in 'diloco --outer-lr inf': outer_lr must be above zero and finite"),
+        (["ddp", "demo --wire 'TopK(8'"], "in "),
+        (["ddp", "demo --wire 'open"], 'cannot read "demo --wire \'open": No closing quotation'),
+        (["ddp", " = demo"], "name a method with flags of its own"),
+        (["ddp", "x = "], "name a method with flags of its own"),
+        (["ddp", "--algorithm", "demo"], "--algorithm is not for all methods of a comparison"),
+        (["ddp", "--seed", "3"], "--seed is not for all methods of a comparison: give --seeds"),
         (["ddp", "diloco --seed 3"], "seeds are those of --seeds"),
-        (["ddp", "diloco --jobs 2"], "the arm 'diloco --jobs 2' has a flag that is for the whole comparison"),
-        (["diloco --sim", "ddp"], "the arm 'diloco --sim' has a flag that is for the whole comparison"),
+        (["ddp", "diloco --jobs 2"], "'diloco --jobs 2' has a flag that is for the whole comparison"),
+        (["diloco --sim", "ddp"], "'diloco --sim' has a flag that is for the whole comparison"),
         (["ddp", "--seeds", "none"], "seeds must be a number of seeds"),
         (["ddp", "--bandwidth", "1mbit"], "--bandwidth 1mbit needs --sim or --lab"),
         (["ddp", "--step-time", "1ms"], "--step-time 1ms needs --sim"),
@@ -102,7 +103,7 @@ def test_every_arm_has_a_folder_of_its_own() -> None:
         (["ddp", "--sim", "--lab"], "choose --sim or --lab, not both"),
         (["ddp", "--lab"], "--lab needs the --bandwidth of its wires"),
         (["ddp", "--sim", "--bandwidth", "fast"], "bandwidth must look like 100mbit"),
-        (["ddp", "--sim", "--bandwidth", "1mbit,2mbit,3mbit"], "in the arm 'ddp': bandwidth lists 3 workers, but there are 2"),
+        (["ddp", "--sim", "--bandwidth", "1mbit,2mbit,3mbit"], "in 'ddp': bandwidth lists 3 workers, but there are 2"),
         (["ddp", "diloco --shards 2", "--sim"], "the simulator does not shard models, got --shards 2"),
         (
             ["ddp", "d = diloco --shards 2", "--lab", "--bandwidth", "1mbit"],
@@ -128,14 +129,16 @@ def test_a_setting_of_one_method_among_the_flags_of_all_is_explained(capsys: pyt
     code, _, err = call(capsys, "ddp", "diloco", "--H", "32")
     assert code == 2
     assert "--H" in err
-    assert "the error above is for arm 'ddp': settings of one method belong to its arm, such as 'diloco --H 32'" in err
+    assert "in 'ddp': ddp exchanges at every step and has no --H" in err
+    assert "a setting of one method is given with it, such as 'diloco --H 32'" in err
 
 
 def test_help_shows_how_arms_are_written(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "--help")
     assert code == 0
     assert 'thinwire compare ddp demo "diloco --H 32"' in " ".join(out.split())
-    assert "--seeds" in out and "--jobs" in out
+    assert "--seeds" in out and "--jobs" not in out
+    assert "--jobs" in call(capsys, "--help-all")[1]
 
 
 def test_not_under_torchrun(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +238,7 @@ def test_a_folder_of_another_comparison_is_refused(
     assert message in err
     assert not (tmp_path / "c" / "new-seed0").exists(), "said before anything runs"
     _, _, err = call(capsys, "DDP = ddp", *QUICK, "--sim", "--out", str(tmp_path / "c"))
-    assert "ddp-seed0 holds a run of the arm 'ddp', not of 'DDP'" in err
+    assert "ddp-seed0 holds a run of 'ddp', not of 'DDP'" in err
 
 
 class _Broken:
@@ -348,8 +351,8 @@ def test_real_processes_go_on_from_a_checkpoint_after_ctrl_c(
         ended.set()
         presser.join()
     assert code == 130
-    assert f"go on with: thinwire compare 'diloco --H 5' {flags} --out {out}\n" in printed
-    assert errors == "thinwire: error: stopped by Ctrl-C; finished checkpoints are kept\n"
+    command_again = f"thinwire compare 'diloco --H 5' {flags} --out {out}"
+    assert errors == f"thinwire: stopped by Ctrl-C; the runs are in {out}; go on with: {command_again}\n"
     assert not (out / "diloco-h-5-seed0" / "summary.json").exists()
 
     code, printed, _ = call(capfd, *command, "--out", str(out))
@@ -380,7 +383,7 @@ def test_a_lab_that_cannot_be_is_refused_before_anything_is_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    for rate, told in (("1mbit", "network namespaces need root"), ("1kbit", "in the arm 'ddp': the lab shapes to")):
+    for rate, told in (("1mbit", "network namespaces need root"), ("1kbit", "in 'ddp': the lab shapes to")):
         code, _, err = call(capsys, "ddp", "--lab", "--bandwidth", rate, *QUICK, "--out", str(tmp_path / "c"))
         assert code == 2 and told in err, err
         assert not (tmp_path / "c").exists()

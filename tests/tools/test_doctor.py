@@ -11,9 +11,11 @@ from dataclasses import replace
 import pytest
 
 from tests.processes import LIMIT, Pool
+from thinwire.errors import how_to_install
 from thinwire.network import Network
 from thinwire.sim import World
-from thinwire.tools.commands.doctor import Report, main
+from thinwire.tools.command_flags import DoctorFlags
+from thinwire.tools.commands.doctor import Report, _how_to_get, _tell, main
 from thinwire.tools.doctor import (
     Finding,
     Machine,
@@ -172,10 +174,26 @@ def test_a_timeout_that_is_too_short_for_the_model_is_found() -> None:
 
 
 def test_the_plan_to_go_on_with_has_what_was_measured() -> None:
-    measured = Measurements(hop=0.0213, bandwidth=94.2e6)
+    pairs = {(0, 1): Swap(0.0213, 300e6, 1 << 20), (0, 2): Swap(0.001, 94.2e6, 1 << 20), (1, 2): Swap(0.002, 200e6, 1 << 20)}
+    measured = Measurements(pairs, hop=0.001, bandwidth=500e6)  # one source: what an all-reduce took is only a check
     assert plan_command(measured, workers=4, params="1.3b") == (
         "thinwire plan --workers 4 --bandwidth 94.2mbit --latency 21.3ms --framing 1 --params 1.3b --step-time ..."
     )
+
+
+def test_the_figures_of_pairs_and_the_plan_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    measured = Measurements({(0, 1): Swap(0.0213, 94.2e6, 1 << 20)}, hop=0.001, bandwidth=500e6, nbytes=10**6, seconds=0.2)
+    report = Report([inspect_machine()] * 2, measured, plan=plan_command(measured, workers=2, params=None))
+    _tell(report, DoctorFlags(), where="of this job")
+    out = capsys.readouterr().out
+    assert "slowest: rank 0 with rank 1, 94.2mbit (1.05 MB swapped); the longest latency is 21.3 ms" in out
+    assert "--bandwidth 94.2mbit --latency 21.3ms" in out
+    assert "an all-reduce of 1 MB took 200 ms; by these figures it should take 128 ms" in out
+
+
+def test_missing_packages_are_named_with_the_command_that_installs_them() -> None:
+    told = _how_to_get(["scipy", "torchft"])
+    assert told == f"scipy ({how_to_install('report')}), torchft"
 
 
 # --- The command -------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ inf = math.inf
 LONG = "36000"  # seconds that a process sleeps which a test ends
 
 
-def _no_lab() -> str | None:
+def no_lab() -> str | None:
+    """What is missing for a lab here, if anything."""
     if os.geteuid() != 0:
         return "network namespaces of the lab: run the tests as root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
@@ -39,7 +40,7 @@ def _no_lab() -> str | None:
 
 def real(test: Callable[..., None]) -> Callable[..., None]:
     """A test that makes a lab: skipped where it cannot, and alone with the machine's network for as long as it runs."""
-    return pytest.mark.skipif(_no_lab() is not None, reason=_no_lab() or "")(pytest.mark.usefixtures("network")(test))
+    return pytest.mark.skipif(no_lab() is not None, reason=no_lab() or "")(pytest.mark.usefixtures("network")(test))
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def name(request: pytest.FixtureRequest) -> Iterator[str]:
     """A name for a lab that no other test has; whatever is left of the lab is removed."""
     chosen = f"test-{os.getpid()}-{abs(hash(request.node.name)) % 10000}"
     yield chosen
-    if _no_lab() is None:
+    if no_lab() is None:
         take_down(chosen)
 
 
@@ -253,7 +254,10 @@ def test_a_table_for_a_terminal_and_lines_for_a_file(capsys: pytest.CaptureFixtu
     assert "s/step" in table and "─" in table
     show_measured([_measured()], Console(force_terminal=False))
     line = capsys.readouterr().out
-    assert line.startswith("10mbit: job s 20.0, s/step 0.6, waiting 50%, computing 50%, metered 1.8 kB, interface 1.98 kB")
+    assert line.startswith(
+        "10mbit: the job took 20.0 s, a training step 0.6 s, of which 50% computing and 50% waiting for messages;"
+    )
+    assert "interfaces sent 1.98 kB, of which" in line and "the workers metered 1.8 kB of messages" in line
 
 
 def test_signals_are_held_back_while_the_network_changes() -> None:
@@ -457,7 +461,7 @@ def test_a_training_in_the_lab_is_measured(tmp_path: Path) -> None:
         command, capture_output=True, text=True, timeout=LIMIT, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}
     )
     assert done.returncode == 0, done.stderr
-    assert "50mbit: job s " in done.stdout
+    assert "50mbit: the job took " in done.stdout
     [line] = (tmp_path / "lab.jsonl").read_text().splitlines()
     record = json.loads(line)
     assert [f["rank"] for f in record["figures"]] == [0, 1]

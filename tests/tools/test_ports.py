@@ -25,6 +25,7 @@ from thinwire.tools.ports import Port, advice, at_port, listening, of_job
 # --- A job's sockets ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # tests/tools/test_doctor.py looks at the ports of two real processes too
 @pytest.mark.timeout(900)
 def test_everything_that_a_real_job_listens_on_is_on_the_loopback(tmp_path: Path) -> None:
     words = ["train", "--workers", "2", "--task", "quadratic", "--steps", "1000000", "--out", str(tmp_path / "run")]

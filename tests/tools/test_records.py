@@ -127,6 +127,23 @@ def test_more_evaluations_than_points_are_all_kept() -> None:
     assert len(thinned(points)) == 1000
 
 
+def test_an_unfinished_run_is_taken_as_far_as_it_went_where_that_is_asked_for(run: Path, tmp_path: Path) -> None:
+    stopped = shutil.copytree(run, tmp_path / "stopped")
+    (stopped / "summary.json").unlink()
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (stopped / "metrics.jsonl").write_text("\n".join(lines[:17]) + '\n{"step": 18, "lo')  # cut short by a kill
+    with pytest.raises(ConfigError, match=r"stopped is not finished: it has 17 of 30 steps and no summary\.json"):
+        record_of(stopped)
+    record = record_of(stopped, unfinished=True)
+    assert record.arm == "diloco (unfinished, step 17 of 30)"
+    assert record.unfinished and not record_of(run).unfinished
+    assert (record.figures["step"], record.figures["workers"], len(record.curve)) == (17, 3, 17)
+    assert record.figures["sent"] == json.loads(lines[16])["sent"]
+    (tmp_path / "stopped" / "metrics.jsonl").unlink()
+    with pytest.raises(ConfigError, match="stopped has no step yet"):
+        record_of(stopped, unfinished=True)
+
+
 # --- Folders of runs -----------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +167,11 @@ def test_a_folder_is_read_with_all_runs_below_it_and_what_is_damaged_is_said(run
     assert len(next(record for record in records if record.arm == "short").curve) == 29
     assert len(notes) == 6
     assert any("gone-on is not finished: it has 30 of 40 steps" in note for note in notes)
-    for name, why in (("unfinished", "no summary.json"), ("half", "has no parameters"), ("no-toml", "not a run.toml")):
+    for name, why in (
+        ("unfinished", "30 of 30 steps and no summary.json"),
+        ("half", "has no parameters"),
+        ("no-toml", "not a run.toml"),
+    ):
         assert any(name in note and why in note for note in notes), (name, notes)
 
 

@@ -8,7 +8,9 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -20,19 +22,20 @@ from rich.console import Console
 from tests.browser import CHROMIUM, Browser
 from tests.tiers import first_quick
 from tests.tools.made_records import PARAMETERS, made_comparison, made_record
-from thinwire.errors import ConfigError, MissingDependency
+from thinwire.errors import ConfigError, MissingDependency, how_to_install
 from thinwire.tools.cli import main
-from thinwire.tools.commands import demo
+from thinwire.tools.config import RunConfig, write_run_toml
 from thinwire.tools.records import Record, append_record, read_records, thinned
 from thinwire.tools.report import write_report
 from thinwire.tools.report.comparison import Comparison, Sample, comparisons, p_value
 from thinwire.tools.report.curves import curves_of, evaluations, round_sizes, smoothed, steps
 from thinwire.tools.report.drawing import DARK_ARMS, LIGHT_ARMS, save_svg
 from thinwire.tools.report.figures import drawings
+from thinwire.tools.report.page import UNFINISHED
 from thinwire.tools.report.svg import inline_svg
 from thinwire.tools.report.table import headline, show_p, show_times, table
 from thinwire.tools.report.terminal import show
-from thinwire.tools.runners import SimulatedRunner
+from thinwire.tools.report.watch import watch
 
 EVIDENCE = Path(__file__).parents[2] / "benchmarks" / "records" / "evidence.jsonl"
 SPEEDS = [("10mbit", 1e7), ("100mbit", 1e8), ("1gbit", 1e9)]
@@ -91,13 +94,13 @@ def test_without_scipy_there_is_a_table_without_p(monkeypatch: pytest.MonkeyPatc
     assert p_value([1, 2, 3], [3, 4, 5]) is None
     told = StringIO()
     show([only(made_comparison())], Console(file=told, width=200))
-    assert "needs scipy: pip install 'thinwire[report]'" in " ".join(told.getvalue().split())
+    assert f"needs scipy: {how_to_install('report')}" in " ".join(told.getvalue().split())
 
 
 def test_the_table_by_hand() -> None:
     records = with_losses("ddp", [3.0, 4.0, 5.0], "ddp") + with_losses("far", [1.0, 2.0, 3.0], every=40, settings={"H": 40})
     base, far = cells(only(records))
-    assert (base["arm"], base["loss"], base["vs baseline"], base["p"]) == ("ddp", "4.000 ±1.000", "baseline", "-")
+    assert (base["method"], base["loss"], base["vs baseline"], base["p"]) == ("ddp", "4.000 ±1.000", "baseline", "-")
     assert (far["loss"], far["vs baseline"], far["p"], far["seeds"]) == ("2.000 ±1.000", "-50.0%", "0.07", "3")
     assert far["settings"].startswith("H=40") and far["place"] == "simulated"
     # 120 steps, a ring of 4: DDP sends 2 * 4 P * 3/4 per step, the other the same at every 40th.
@@ -128,7 +131,7 @@ def test_the_headline_is_the_thinnest_arm_within_one_percent() -> None:
     records += with_losses("nearer", [2.001], message=2 * PARAMETERS) + with_losses("thin", [2.1], message=100)
     assert headline(only(records)) == "near: 4.0 times fewer bytes than ddp, validation loss +0.9%."
     apart = with_losses("ddp", [2.0], "ddp") + with_losses("thin", [2.1], message=PARAMETERS)
-    assert headline(only(apart)) == ("No arm ended within 1% of ddp. The closest is thin, +5.0% with 4.0 times fewer bytes.")
+    assert headline(only(apart)) == ("No method ended within 1% of ddp. The closest is thin, +5.0% with 4.0 times fewer bytes.")
     assert headline(only(with_losses("ddp", [2.0], "ddp"))) == ""
     same = with_losses("ddp", [2.0], "ddp") + with_losses("as fat", [1.9])
     assert headline(only(same)) == "", "nothing is gained"
@@ -139,7 +142,7 @@ def test_the_baseline_is_the_first_data_parallel_arm_or_the_named_one() -> None:
     assert only(records).baseline.name == "dense"
     assert only(records, baseline="far").baseline.name == "far"
     assert only(records[:1]).baseline.name == "far"
-    with pytest.raises(ConfigError, match="no arm is named 'fat', to be the baseline: choose from 'far', 'dense', 'ddp'"):
+    with pytest.raises(ConfigError, match="no method is called 'fat', to be the baseline: choose from 'far', 'dense', 'ddp'"):
         only(records, baseline="fat")
 
 
@@ -181,7 +184,7 @@ def test_old_evidence_is_compared_by_the_bytes_that_its_workers_sent() -> None:
     found = comparisons(read_records(EVIDENCE), best=True)
     first = next(c for c in found if c.title == "gpt-nano, 4 workers, 384 steps, batch 4")
     assert first.baseline.name == "AdamW-DDP"
-    rows = {row["arm"]: row for row in cells(first)}
+    rows = {row["method"]: row for row in cells(first)}
     assert rows["AdamW-DDP"]["loss"].startswith("1.720") and rows["AdamW-DDP"]["fewer"] == "1.0x", "as in docs/results.md"
     runs = next(arm for arm in first.arms if arm.name == "DeMo 1-bit k=172").records
     sent, payload = (sum(run.figures[name] for run in runs) / len(runs) for name in ("sent", "payload"))
@@ -379,7 +382,7 @@ def test_several_jobs_are_several_sections(tmp_path: Path, capsys: pytest.Captur
     [
         ([], "name the runs to report"),
         (["no/such/run"], "no run, folder of runs or file of records at no/such/run"),
-        (["{kept}", "--baseline", "fat"], "no arm is named 'fat', to be the baseline: choose from 'ddp', 'diloco --H 30'"),
+        (["{kept}", "--baseline", "fat"], "no method is called 'fat', to be the baseline: choose from 'ddp', 'diloco --H 30'"),
         (
             ["{kept}", "--bandwidth", "10mbit,fast"],
             "bandwidth must look like 100mbit, 1.5gbit or inf and be above zero",
@@ -398,8 +401,85 @@ def test_a_folder_without_a_finished_run_is_one_line(tmp_path: Path, capsys: pyt
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.toml").write_text("[run")
     code, out, err = call(capsys, str(tmp_path))
-    assert (code, err) == (2, f"thinwire: error: there is no finished run in {tmp_path}\n")
+    assert (code, err) == (2, f"thinwire: error: there is no run with any step in {tmp_path}\n")
     assert "left out: " in out
+
+
+# --- Runs that are not finished ------------------------------------------------------------------------------------------
+
+
+def _described(folder: Path, *, steps: int, to: int, evaluated: tuple[int, ...] = (10,)) -> Path:
+    """A run folder of `steps` steps that has come as far as `to`."""
+    folder.mkdir(exist_ok=True)
+    write_run_toml(folder / "run.toml", RunConfig(algorithm="diloco", workers=2, steps=steps), place="processes")
+    same = {"seconds": 1.0, "items": 8, "sent": 100, "received": 100, "payload": 100, "rounds": 1, "waiting": 0.5}
+    lines = [{"step": n, "loss": 2 / n, **same, **({"val_loss": 3 / n} if n in evaluated else {})} for n in range(1, to + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def _finish(folder: Path, *, steps: int) -> None:
+    _described(folder, steps=steps, to=steps, evaluated=(steps,))
+    figures = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    (folder / "summary.json").write_text(json.dumps({**figures, "workers": 2, "shards": 1, "parameters": 1000}))
+
+
+def test_an_interrupted_run_is_reported_as_far_as_it_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _described(tmp_path / "stopped", steps=40, to=17)
+    _described(tmp_path / "early", steps=40, to=3)
+    _finish(tmp_path / "done", steps=40)
+    code, out, _ = call(capsys, str(tmp_path))
+    assert code == 0
+    words = " ".join(out.split())
+    assert "diloco (unfinished, step 17 of 40): interrupted or still running; shown as far as it went" in words
+    assert "0.300" in out, "its last evaluation"
+    assert "diverged" not in out, "what was not evaluated yet has not diverged"
+    page = (tmp_path / "report.html").read_text()
+    assert "unfinished, step 17 of 40" in page and UNFINISHED in page
+    assert 'http-equiv="refresh"' not in page
+
+
+def test_a_report_is_refreshed_until_all_runs_have_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    to_come: list[Callable[[], object]] = [partial(_described, folder, steps=40, to=step) for step in (5, 17)]
+    to_come.append(partial(_finish, folder, steps=40))
+    pages: list[str] = []
+
+    def sleep(seconds: float) -> None:
+        assert seconds == 2
+        if (tmp_path / "report.html").exists():
+            pages.append((tmp_path / "report.html").read_text())
+        to_come.pop(0)()
+
+    monkeypatch.setattr("thinwire.tools.commands.report.sleep", sleep)
+    code, out, _ = call(capsys, str(tmp_path), "--watch", "--every", "2s")
+    assert (code, to_come) == (0, [])
+    assert f"no step yet in {tmp_path}" in out
+    assert ["step 5 of 40" in pages[0], "step 17 of 40" in pages[1]] == [True, True]
+    assert all('<meta http-equiv="refresh" content="2">' in page for page in pages)
+    assert 'http-equiv="refresh"' not in (tmp_path / "report.html").read_text(), "nothing changes any more"
+
+
+def test_watching_ends_with_ctrl_c_and_where_nothing_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    assert not watch(lambda: "step 17", every=10, patience=60, sleep=waited.append)
+    assert waited == [10] * 7
+    states = iter(["step 1", "step 2", "step 3", None])
+    assert watch(lambda: next(states), every=10, patience=10, sleep=waited.append)
+
+    _described(tmp_path / "run", steps=40, to=17)
+
+    def press_ctrl_c(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("thinwire.tools.commands.report.sleep", press_ctrl_c)
+    assert call(capsys, str(tmp_path), "--watch")[0] == 0
+    assert 'http-equiv="refresh"' not in (tmp_path / "report.html").read_text()
+    assert call(capsys, str(tmp_path), "--watch", "--every", "1h")[0] == 2
 
 
 def test_without_matplotlib_it_says_what_to_install(
@@ -416,7 +496,9 @@ def test_without_matplotlib_it_says_what_to_install(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", no_matplotlib)
     code, out, err = call(capsys, str(kept))
-    assert (code, err) == (2, "thinwire: error: a report needs matplotlib: pip install 'thinwire[report]'\n")
+    assert (code, err) == (2, "thinwire: error: a report needs matplotlib: pip install -e '.[report]'\n"), (
+        "the tests run in a clone"
+    )
     assert "│ DeMo small" in out, "the table is there all the same"
     assert issubclass(MissingDependency, ConfigError)
 
@@ -506,7 +588,7 @@ def test_in_a_browser_the_table_sorts_by_click_and_by_keyboard(page: Path) -> No
         assert browser.run(order)[-1] == "ddp", "who has no p is last"
         browser.press("Enter", 13, "\r")
         assert browser.run(order)[-1] == "ddp", "this way round, too"
-        browser.run(f"document.querySelectorAll('thead button')[{column}('arm')].focus()")
+        browser.run(f"document.querySelectorAll('thead button')[{column}('method')].focus()")
         browser.press(" ", 32, " ")
         assert browser.run(order) == sorted(first, key=str.lower)
         assert browser.problems == []
@@ -557,36 +639,3 @@ def test_in_a_browser_it_fits_a_phone_and_follows_the_colours_of_the_system(widt
 
 def _channels(colour: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", colour)[:3]]
-
-
-# --- The demo ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_demo_ends_with_a_report_or_says_what_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def launch(folder: Path, *_: Any, **__: Any) -> None:  # the same training, without processes
-        SimulatedRunner(step_time="10ms").run(folder, Console(file=StringIO()))
-
-    monkeypatch.setattr(demo, "launch", launch)
-
-    def call_demo(out: Path) -> str:
-        with pytest.raises(SystemExit) as ended:
-            main(["demo", "--steps", "2", "--out", str(out)])
-        assert ended.value.code == 0
-        return capsys.readouterr().out
-
-    told = call_demo(tmp_path / "one")
-    assert "│ torch DDP" in told and "how much" in told and "at 100mbit" in told
-    assert told.endswith(f"runs: {tmp_path / 'one'}\nreport: {tmp_path / 'one' / 'report.html'}\n")
-    page = (tmp_path / "one" / "report.html").read_text()
-    assert "DiLoCo, H=30" in page and "thinwire train --algorithm diloco --task gpt-nano --workers 2 --steps 2" in page
-
-    def no_matplotlib(*_: Any, **__: Any) -> None:
-        raise MissingDependency("a report needs matplotlib: pip install 'thinwire[report]'")
-
-    monkeypatch.setattr(demo, "write_report", no_matplotlib)
-    told = " ".join(call_demo(tmp_path / "two").split())
-    assert told.endswith(
-        f"no report: a report needs matplotlib: pip install 'thinwire[report]', then thinwire report {tmp_path / 'two'}"
-    )

@@ -141,15 +141,19 @@ def test_ctrl_c_ends_all_workers_and_says_so(tmp_path: Path) -> None:
         finally:
             job.kill()
     assert job.returncode == 130
-    assert errors == "thinwire: error: stopped by Ctrl-C; finished checkpoints are kept\n"
+    first, last = errors.splitlines()
+    assert first == "starting 2 workers ..."
+    assert last.startswith(f"thinwire: stopped by Ctrl-C; the run is in {tmp_path / 'run'}; "), "which is no error"
+    assert last.endswith(f": thinwire train --resume --out {tmp_path / 'run'}")
     assert not any(_is_running(worker) for worker in workers)
 
 
 @pytest.mark.parametrize(
     ("sent", "code"),
-    [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGKILL, -9)],
+    [(signal.SIGTERM, 143), (signal.SIGKILL, -9)],
     ids=["SIGTERM", "SIGKILL"],
 )
+@pytest.mark.slow  # Ctrl-C above goes the same way
 def test_no_worker_outlives_its_launcher(sent: signal.Signals, code: int, tmp_path: Path) -> None:
     endless = ["--steps", str(ENDLESS), "--workers", "2", "--out", str(tmp_path / "run")]
     command = [sys.executable, "-m", "thinwire", "train", *endless]

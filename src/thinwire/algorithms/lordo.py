@@ -64,6 +64,7 @@ class LoRDO(StateAveraging):
     name = "lordo"
     needs_whole_tensors = True  # singular vectors of a shard are not those of the matrix
     replicated = frozenset({"anchor", "Q"})
+    takes_over = ("Q",)
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
     path = thinwire.checkpoint.save(folder, model, optimizer, link)         # on all workers, after the same step
     thinwire.checkpoint.load(thinwire.checkpoint.finished(folder)[-1], model, optimizer, link)
+    thinwire.checkpoint.export(model, optimizer, "model.safetensors")       # the shared model alone, for others to read
 
 What is bit-equal on all workers, as the algorithm declares it, is written once; everything else is written by each worker, so
 that the momenta of different workers are not mixed. Slots that live in the domain of a codec are plain tensors on every
@@ -22,5 +23,6 @@ on any of them.
 
 from thinwire.checkpoint.api import Resumed, load, save
 from thinwire.checkpoint.files import finished, step_of
+from thinwire.checkpoint.model_file import export
 
-__all__ = ["Resumed", "finished", "load", "save", "step_of"]
+__all__ = ["Resumed", "export", "finished", "load", "save", "step_of"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,9 +38,12 @@ from thinwire.checkpoint.files import (
     write_tensors,
 )
 from thinwire.checkpoint.layout import coded_names, coded_slot, flat_state, parameter_names, region_for
+from thinwire.checkpoint.names import buffers_of, parameters_of, unwrapped
 from thinwire.checkpoint.processes import Processes
 from thinwire.checkpoint.resize import fill_for_another_world, fill_for_other_shards, taken_from_first
+from thinwire.core.buffers import check_statistics
 from thinwire.core.optimizer import Algorithm
+from thinwire.core.phases import Phases, at_work
 from thinwire.core.state_layout import check_state, state_layout
 from thinwire.errors import CheckpointError
 from thinwire.links.base import Link
@@ -71,7 +75,7 @@ class Resumed:
 def save(
     folder: Path,
     model: nn.Module,
-    optimizer: Algorithm,
+    optimizer: Algorithm | Phases,
     link: Link,
     *,
     extra: Mapping[str, float] | None = None,
@@ -94,8 +98,9 @@ def save(
     Raises:
         CheckpointError: on all workers, where it could not be written; what was saved before is untouched.
     """
-    folder = Path(folder)
+    folder, optimizer = Path(folder), at_work(optimizer)
     reshard(model)
+    check_statistics(optimizer, model)
     optimizer.engine.settle_missing()  # no worker may be behind the others in what is saved
     processes = Processes(link, state_layout(optimizer).trained)
     name = f"step-{optimizer.steps:08d}"
@@ -106,7 +111,7 @@ def save(
     def prepare() -> str:
         if not processes.first:
             return ""
-        run = _RUNS.get(model) or secrets.token_hex(8)
+        run = _RUNS.get(unwrapped(model)) or secrets.token_hex(8)
         own.update(_of_this_run(folder, run))
         for left in folder.glob(".writing-*"):
             shutil.rmtree(left, ignore_errors=True)
@@ -140,11 +145,11 @@ def save(
         if processes.first:  # no process writes any more, and a full disk needs the room
             shutil.rmtree(aside, ignore_errors=True)
         raise
-    _RUNS[model] = run
+    _RUNS[unwrapped(model)] = run
     return path
 
 
-def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link) -> Resumed:
+def load(path: Path, model: nn.Module, optimizer: Algorithm | Phases, link: Link) -> Resumed:
     """Take over a checkpoint; called by all workers, on all of their shards.
 
     With the number of workers that wrote it, training goes on bit for bit. With another number, replicated state is taken
@@ -164,7 +169,7 @@ def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link) -> Resu
     """
     path = Path(path)
     reshard(model)
-    processes = Processes(link, state_layout(optimizer).trained)
+    processes = Processes(link, state_layout(at_work(optimizer)).trained)
     result: list[_Read] = []
 
     def read() -> str:
@@ -177,9 +182,9 @@ def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link) -> Resu
     (got,) = result
     optimizer.load_state_dict(got.state)
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        for name, p in parameters_of(model).items():
             p.copy_(got.parts[f"param/{name}"])
-        for name, b in model.named_buffers():
+        for name, b in buffers_of(model).items():
             if f"buffer/{name}" in got.parts:
                 b.copy_(got.parts[f"buffer/{name}"])
     if got.notes:
@@ -188,7 +193,7 @@ def load(path: Path, model: nn.Module, optimizer: Algorithm, link: Link) -> Resu
         optimizer.set_counter("thinwire_synced", optimizer.steps)
     elif f"rng/{processes.shard}" in got.parts:
         torch.set_rng_state(got.parts[f"rng/{processes.shard}"])
-    _RUNS[model] = got.description.run
+    _RUNS[unwrapped(model)] = got.description.run
     extra = {k.removeprefix("extra/"): float(v) for k, v in got.parts.items() if k.startswith("extra/")}
     return Resumed(step=got.description.step, extra=extra, notes=got.notes)
 
@@ -258,8 +263,9 @@ class _Read:
     notes: list[str]
 
 
-def _read(path: Path, model: nn.Module, optimizer: Algorithm, processes: Processes) -> _Read:
+def _read(path: Path, model: nn.Module, whole: Algorithm | Phases, processes: Processes) -> _Read:
     description, sums = read_description(path)
+    optimizer = whole.be_at(description.step) if isinstance(whole, Phases) else whole
     check_fits(description, path, optimizer)
     same_world = description.workers == processes.workers
     if not same_world and 0 in description.groups[0].get("resync", []) and optimizer.joiner_copies("param"):
@@ -267,7 +273,7 @@ def _read(path: Path, model: nn.Module, optimizer: Algorithm, processes: Process
             f"the first worker's parameters were invalid when {path} was written, so others cannot start from them: resume "
             f"with the {description.workers} workers that wrote it, which resync it, or from another checkpoint"
         )
-    names, parameters = parameter_names(model, optimizer), dict(model.named_parameters())
+    names, parameters = parameter_names(model, optimizer), parameters_of(model)
     # Another world takes what it can from the first worker: buffers such as BatchNorm's statistics, and the meter.
     wanted = ("replicated/", f"worker{processes.worker}/") if same_world else ("replicated/", "worker0/")
     prefer = [file_of(owner.strip("/"), processes.shard) for owner in wanted]
@@ -282,6 +288,8 @@ def _read(path: Path, model: nn.Module, optimizer: Algorithm, processes: Process
             elsewhere.add(name)
         else:
             found[key] = name
+    if twice := [name for name, count in Counter(found.values()).items() if count > 1]:
+        raise CheckpointError(f"{path} is damaged: it has {twice[0]!r} twice")
     regions = {
         key: region_for("" if coded_slot(key, coded)[1] else name, description.tensors[key], parameters)
         for key, name in found.items()
@@ -319,10 +327,10 @@ def _state_dict(
 
 def _check_all_there(parts: Mapping[str, Tensor], state: dict[str, Any], model: nn.Module, optimizer: Algorithm) -> None:
     """Raise a `CheckpointError` for whatever would not fit when it is applied."""
-    missing = [name for name, _ in model.named_parameters() if f"param/{name}" not in parts]
+    missing = [name for name in parameters_of(model) if f"param/{name}" not in parts]
     if missing:
         raise CheckpointError(f"the checkpoint has no parameter {missing[0]!r} ({len(missing)} missing in all)")
-    for name, b in model.named_buffers():
+    for name, b in buffers_of(model).items():
         if f"buffer/{name}" in parts and parts[f"buffer/{name}"].shape != b.shape:
             shape = tuple(parts[f"buffer/{name}"].shape)
             raise CheckpointError(f"the checkpoint's buffer {name!r} has shape {shape}, here it has {tuple(b.shape)}")

@@ -24,6 +24,7 @@ from thinwire.checkpoint.files import (
     step_of,
 )
 from thinwire.core.optimizer import Algorithm
+from thinwire.core.slots import WHOSE
 from thinwire.core.state_layout import state_layout
 from thinwire.errors import CheckpointError
 
@@ -167,8 +168,8 @@ def _inner_of(optimizer: Algorithm) -> str | None:
 
 
 def _plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group without what JSON cannot hold; such settings stay those of the live optimizer."""
-    values = {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
+    """A parameter group without what JSON cannot hold, and without whose it is: all workers read the first one's."""
+    values = {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items() if k not in WHOSE}
     return {k: v for k, v in values.items() if _is_plain(v)}
 
 

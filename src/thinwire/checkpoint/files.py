@@ -54,10 +54,10 @@ def has_step_name(path: Path) -> bool:
 def publish(aside: Path, target: Path) -> None:
     """Make a written checkpoint the finished one: every byte is on disk before the name changes."""
     for file in aside.iterdir():
-        _sync(file)
-    _sync(aside)
+        sync(file)
+    sync(aside)
     aside.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
 
 
 def free_name(folder: Path, name: str) -> Path:
@@ -86,7 +86,8 @@ def remove_old(mine: Mapping[Path, bool], target: Path, keep: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have every byte of a file or folder on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.checkpoint.files import Stored
+from thinwire.checkpoint.names import buffers_of, parameters_of, plain_name
 from thinwire.core.optimizer import Algorithm
 from thinwire.core.state_layout import StateLayout, state_layout
 from thinwire.errors import CheckpointError
@@ -34,8 +35,9 @@ def flat_state(
         return "replicated/" if replicated else own
 
     differing = {id(each.param) for each in layout.parameters if not each.replicated}
-    state = {f"{place(id(p) not in differing)}param/{name}": p.detach() for name, p in model.named_parameters()}
-    state |= {f"{own}buffer/{name}": b for name, b in model.named_buffers() if name in model.state_dict()}
+    state = {f"{place(id(p) not in differing)}param/{name}": p.detach() for name, p in parameters_of(model).items()}
+    persistent = {plain_name(name) for name in model.state_dict()}
+    state |= {f"{own}buffer/{name}": b for name, b in buffers_of(model).items() if name in persistent}
     state |= {f"{own}extra/{name}": torch.tensor(float(value), dtype=torch.float64) for name, value in extra.items()}
     state[f"{own}rng/{shard}"] = torch.get_rng_state()
     saved, names, coded = optimizer.state_dict()["state"], parameter_names(model, optimizer), coded_names(layout)
@@ -62,8 +64,9 @@ def coded_names(layout: StateLayout) -> dict[str, str]:
 
 
 def coded_slot(key: str, coded: Mapping[str, str]) -> tuple[str, str, str]:
-    """A key without worker and shard, which coded slot it holds ("" for none), and how that is written in the key."""
+    """A key without worker, shard and wrappers, which coded slot it holds ("" for none), and how that is written in the key."""
     name = key.partition("/")[2]
+    name = name if name.startswith("extra/") else plain_name(name)
     before, _, written = name.rpartition("/")
     slot = written.partition("@")[0]
     if not name.startswith("state/") or slot not in coded:
@@ -73,7 +76,7 @@ def coded_slot(key: str, coded: Mapping[str, str]) -> tuple[str, str, str]:
 
 def parameter_names(model: nn.Module, optimizer: Algorithm) -> dict[int, str]:
     """Number in the optimizer's state dict -> name in the model."""
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in parameters_of(model).items()}
     everyone = [p for group in optimizer.param_groups for p in group["params"]]
     unknown = [i for i, p in enumerate(everyone) if id(p) not in names]
     if unknown:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from thinwire.core.merged_state import PREFIX, READY
 from thinwire.core.optimizer import Algorithm
 from thinwire.errors import CheckpointError
 
@@ -54,14 +55,14 @@ def fill_for_another_world(
     lost = set()
     for index, name in names.items():
         for key, value in fresh.get(index, {}).items():
-            if not key.startswith("inner") and f"state/{name}/{key}" not in parts:
+            if not key.startswith(PREFIX) and f"state/{name}/{key}" not in parts:
                 parts[f"state/{name}/{key}"] = torch.zeros_like(value)
                 lost.add(key)
     if not optimizer.joiner_copies("inner") and "inner" not in optimizer.replicated and hasattr(optimizer, "inner"):
         lost.add("the inner optimizer's state")
     if any(key.startswith("buffer/") for key in parts):
         notes.append("buffers such as BatchNorm's statistics are those of the first worker")
-    lost -= {"invalid_in_flight", "outgoing"}  # meaningless without the round that it belongs to
+    lost -= {READY, "invalid_in_flight", "outgoing"}  # the latter two are meaningless without the round they belong to
     if lost:
         notes.append(f"re-initialised, since it was each worker's own: {', '.join(sorted(lost))}")
     return notes

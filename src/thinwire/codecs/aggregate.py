@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -66,12 +66,12 @@ class Mean:
                 raise ConfigError(
                     f"robust must be made of 'median', 'trimmed=FRACTION' and 'clip=NORM', joined by commas, got {robust!r}"
                 ) from None
-        return Mean(over, **settings)
+        return Mean(over, **settings) if settings or over != PLAIN.over else PLAIN
 
     @property
     def plain(self) -> bool:
         """Whether a link may do it: without any protection, since of what all workers send all are senders too."""
-        return replace(self, over="workers") == Mean()
+        return not (self.needs_norms or self.trimmed)
 
     @property
     def needs_norms(self) -> bool:
@@ -185,6 +185,9 @@ class Mean:
         sums = _sums(np.where(keep, value, np.float32(0)), starts)
         sums /= left.astype(np.float32)
         return place[starts], sums
+
+
+PLAIN = Mean()
 
 
 def _sums(values: Floats, starts: Places) -> Floats:

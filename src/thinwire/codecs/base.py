@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.codecs.aggregate import Mean
+from thinwire.codecs.aggregate import PLAIN, Mean
 from thinwire.errors import ConfigError, WireError
 from thinwire.payload import Payload, all_finite
 
@@ -32,7 +32,7 @@ class Messages:
     payloads: Sequence[Payload]
     like: Sequence[Tensor]
     round: int = 0
-    mean: Mean = Mean()  # noqa: RUF009  (frozen)
+    mean: Mean = PLAIN
     weights: Sequence[float] | None = None
     ids: Sequence[int] | None = None
 

@@ -7,7 +7,7 @@ from typing import TypedDict, Unpack
 
 from torch import Tensor
 
-from thinwire.codecs.aggregate import Mean
+from thinwire.codecs.aggregate import PLAIN, Mean
 from thinwire.codecs.base import Codec
 from thinwire.codecs.chain import Chain, PerTensor
 from thinwire.core.exchange import AnyShard, post
@@ -53,7 +53,7 @@ def average(
         NonFiniteRound: on every worker, when any contribution (or the sum) is not finite.
         WireError: a message that is not what it should be.
     """
-    out = Outgoing(list(tensors), codec, mean or Mean(), weight, want_sent, invalid)
+    out = Outgoing(list(tensors), codec, mean or PLAIN, weight, want_sent, invalid)
     arrived = post(link, out, **options).wait()
     return arrived.mean, arrived.sent
 
@@ -91,7 +91,7 @@ def share(
         NonFiniteRound: on every worker, when any contribution (or the sum) is not finite.
         WireError: a message that is not what it should be.
     """
-    out = Outgoing(list(like), Chain.of(chain), mean or Mean(), weight, False, invalid, list(slots), decay, scale)
+    out = Outgoing(list(like), Chain.of(chain), mean or PLAIN, weight, False, invalid, list(slots), decay, scale)
     return post(link, out, **options).wait()
 
 

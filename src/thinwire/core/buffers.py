@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
@@ -13,6 +15,9 @@ from thinwire.core.hashing import hash_tensors
 from thinwire.errors import NonFiniteRound
 from thinwire.links.base import Link
 from thinwire.sharding.shards import Shards, local
+
+if TYPE_CHECKING:
+    from thinwire.core.optimizer import Algorithm
 
 log = logging.getLogger("thinwire")
 
@@ -35,6 +40,7 @@ class Buffers:
         self.starting = hash_tensors([local(b) for b in self.tensors if not b.is_meta])
         self.agreed = [local(b).detach().clone() for b in self.tensors]
         self.averaged = False
+        self.said_left_out = False  # that there are others, which are not averaged
 
     def local(self) -> list[Tensor]:
         """This process's part of each."""
@@ -81,5 +87,43 @@ class Buffers:
 
 def running_statistics(model: nn.Module) -> list[Tensor]:
     """The running means and variances of a model's BatchNorm layers: what `buffers=` of an algorithm is for."""
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-    return [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]
+    return [b for m in _norms(model) for b in (m.running_mean, m.running_var) if b is not None]
+
+
+def _norms(model: nn.Module) -> list[nn.modules.batchnorm._NormBase]:
+    return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+
+
+# Models that were shown to this process before their optimizer was made, which never sees them itself.
+_SHOWN: WeakSet[nn.Module] = WeakSet()
+
+
+def remember_model(model: nn.Module) -> None:
+    """Keep a model in mind, weakly, for the first step of the optimizer that is made of its parameters."""
+    if running_statistics(model):
+        _SHOWN.add(model)
+
+
+def check_remembered(optimizer: Algorithm) -> None:
+    """`check_statistics` of the model that an optimizer trains, where it was remembered."""
+    trained = {id(p) for p in optimizer._active}
+    for model in list(_SHOWN):
+        if not trained.isdisjoint(id(p) for p in model.parameters()):
+            check_statistics(optimizer, model)
+
+
+def check_statistics(optimizer: Algorithm, model: nn.Module) -> None:
+    """Say once that running statistics of a model are not averaged, where its optimizer was not given them as `buffers`.
+
+    Layers that are in eval mode while the model trains do not change theirs, and may be left out.
+    """
+    buffers, changing = optimizer.buffer_average, [m for m in _norms(model) if m.training or not model.training]
+    given = {id(b) for b in buffers.tensors}
+    left_out = {type(m).__name__ for m in changing for b in running_statistics(m) if id(b) not in given}
+    if left_out and not buffers.said_left_out and optimizer.link.peers().size > 1:
+        buffers.said_left_out = True
+        log.warning(
+            "the running statistics of %s are not averaged: each worker goes on with its own, and evaluates another model than "
+            "the others. Give the optimizer buffers=thinwire.running_statistics(model), after the model is on its device",
+            " and ".join(sorted(left_out)),
+        )

@@ -138,10 +138,10 @@ def _majority(hashes: Sequence[int]) -> int | None:
     return found if 2 * count > told.total() else None
 
 
-def slice_hash(tensors: Sequence[Tensor], round: int) -> int:
-    """A hash of one of `SLICES` slices of tensors, another in each round; never 0."""
+def slice_hash(tensors: Sequence[Tensor], round: int, *, whole: bool = False) -> int:
+    """A hash of one of `SLICES` slices of tensors, another in each round, or of all of them; never 0."""
     total = sum(t.numel() for t in tensors)
-    start, stop = (total * (round % SLICES + k) // SLICES for k in (0, 1))
+    start, stop = (0, total) if whole else (total * (round % SLICES + k) // SLICES for k in (0, 1))
     parts, at = [], 0
     for t in tensors:
         first, last = max(start - at, 0), min(stop - at, t.numel())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from thinwire.codecs.wire import VERSION
 from thinwire.core import gates
-from thinwire.links.archive import Archive
+from thinwire.links.elastic import ElasticLink
 
 if TYPE_CHECKING:
     from thinwire.core.optimizer import Algorithm
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 _COUNTERS = ("steps so far", "rounds so far")
 
 
-def check_door(archive: Archive, opt: Algorithm, *, compare_values: bool) -> None:
+def check_door(link: ElasticLink, opt: Algorithm, *, compare_values: bool) -> None:
     """Refuse to join a run with other settings; the first worker's are those of the run.
 
     Args:
-        archive: of the run.
+        link: this worker's end of the run.
         opt: this worker's optimizer, as it was made.
         compare_values: whether starting values count too: not for one who takes a checkpoint.
 
@@ -29,8 +29,9 @@ def check_door(archive: Archive, opt: Algorithm, *, compare_values: bool) -> Non
     told = {"wire version": VERSION, **opt.fingerprint()}
     values = {name: value for name, value in told.items() if name.startswith(gates.STARTING)}
     settings = {name: value for name, value in told.items() if name not in values and name not in _COUNTERS}
+    settings |= {"checkpoint_every": link.checkpoint_every, "quorum": link.quorum, "keeper": link.keeper}
     mine = json.loads(json.dumps({"settings": gates.condensed(settings), "values": values}, default=str))
-    theirs = archive.settle_settings(mine)
+    theirs = link.archive.settle_settings(mine)
     where = ("in this run", "on this worker")
     gates.compare_settings(theirs.get("settings"), mine["settings"], where)
     if compare_values:

@@ -94,7 +94,7 @@ class ElasticEngine(RoundEngine):
         assert full is not None
         self.link.longest = full.nbytes(1, gathered=True)
         self.link.terms = self._terms(0)
-        check_door(self.link.archive, opt, compare_values=self.link.archive.newest() < 0)
+        check_door(self.link, opt, compare_values=self.link.archive.newest() < 0)
         self.history.begin_at_checkpoint(needed=False)
         self.follow()
         self.history.enter()
@@ -201,8 +201,9 @@ class ElasticEngine(RoundEngine):
         return due, self.opt.which(due) if due else ()
 
     def _hash(self, number: int) -> int:
-        state = [t for tensors in self.opt.replicated_state().values() for t in tensors]
-        return slice_hash(state, number) if state else 0
+        """Of a slice of the replicated state; of all of it in the round after a checkpoint, which may be a wrong one."""
+        state, every = [t for tensors in self.opt.replicated_state().values() for t in tensors], self.link.checkpoint_every
+        return slice_hash(state, number, whole=bool(every) and number % every == 1 % every)
 
     # --- What a round brings --------------------------------------------------------------------------------------------
 
@@ -231,6 +232,8 @@ class ElasticEngine(RoundEngine):
         if self._diverged(manifest, verdict, exchange.state_hash):
             return False
         included = self._apply_verdict(flight, verdict, decided)
+        if not self.history.replaying:
+            opt.watch.tell(opt)
         self.history.write_in_turn(manifest, mine=decided.mine)
         return included
 
@@ -299,17 +302,15 @@ class ElasticEngine(RoundEngine):
         if self.policy.on_divergence == "warn":
             log.warning("%s; training goes on", what)
             return False
-        if self.history.replaying and verdict.majority is not None:
-            raise Diverged(f"worker {self.link.rank}: {what}, although it was made of a checkpoint and the rounds since")
-        self._start_again(what)
+        self._start_again(what, older=self.history.replaying)
         return True
 
-    def _start_again(self, why: str) -> None:
-        """Take the newest checkpoint and all rounds since, as a worker that comes."""
+    def _start_again(self, why: str, *, older: bool = False) -> None:
+        """Take the newest checkpoint and all rounds since, as a worker that comes; an older one where that was wrong."""
         self._reloads += 1
         if self._reloads > _MOST_RELOADS:
             raise Diverged(f"worker {self.link.rank} took a checkpoint {_MOST_RELOADS} times, and again: {why}")
-        self.history.take_checkpoint(why)
+        self.history.take_checkpoint(why, older=older)
 
 
 def _check_supported(opt: Algorithm, tau: int) -> None:

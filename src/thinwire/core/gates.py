@@ -19,10 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.codecs.dense import Dense
 from thinwire.codecs.wire import VERSION
+from thinwire.core.buffers import check_remembered
 from thinwire.core.exchange import AnyShard, alone
-from thinwire.core.hashing import show_hash
-from thinwire.core.slots import COUNTERS, SlotOptimizer
+from thinwire.core.hashing import hash_tensors, show_hash
+from thinwire.core.slots import COUNTERS, WHOSE, SlotOptimizer
 from thinwire.errors import ConfigError, FingerprintMismatch, WireError
 from thinwire.links.base import Link
 from thinwire.payload import LONGEST, Payload, describe
@@ -39,28 +41,39 @@ V = TypeVar("V")
 # --- The handshake -----------------------------------------------------------------------------------------------------
 
 
-def handshake(link: Link, fingerprint: Mapping[str, object], *, any_shard: AnyShard = alone, buffers: int = 0) -> None:
+def handshake(
+    link: Link,
+    fingerprint: Mapping[str, object],
+    *,
+    any_shard: AnyShard = alone,
+    buffers: int = 0,
+    gradients: int = 0,
+) -> None:
     """Refuse to begin unless all workers were started with the same settings.
 
-    It is one message of 32 bytes where all is well: 24 of the fingerprint's digest and 8 of a hash of the buffers.
+    It is one message of 32 bytes where all is well: 16 of the fingerprint's digest, a hash of the buffers and one of the
+    gradients with 8 each.
 
     Args:
         link: the wire.
         fingerprint: names and JSON-able values of all that must agree.
-        any_shard: see `Options`.
+        any_shard: see `Exchange`.
         buffers: `hash_tensors` of buffers that should start alike on all workers; a difference is a warning on all of them.
+        gradients: `hash_tensors` of this worker's gradients, or of its shard of them, which should differ between workers; a
+            warning on all of them where they are equal. 0 where they say nothing.
 
     Raises:
         FingerprintMismatch: on every worker, naming what differs, where, and both values.
         WireError: on every worker, naming the one whose message makes no sense.
     """
-    told = {"wire version": VERSION, **fingerprint}
+    told = {"wire version": VERSION, "handshake version": _VERSION, **fingerprint}
     digest = hashlib.sha256(json.dumps(told, default=str, sort_keys=True).encode()).digest()[:_DIGEST]
-    mine = digest + buffers.to_bytes(8, "little", signed=True)
+    mine = digest + b"".join(number.to_bytes(_HASH, "little", signed=True) for number in (buffers, gradients))
     hashes = [p.to_bytes() for p in link.all_gather(Payload.of_bytes(mine, purpose="handshake", fixed=True))]
     odd = [rank for rank, theirs in enumerate(hashes) if theirs[:_DIGEST] != hashes[0][:_DIGEST]]
     if not any_shard(bool(odd)):
-        _warn_of_buffers(hashes)
+        _warn_of_buffers([theirs[_DIGEST : _DIGEST + _HASH] for theirs in hashes])
+        _warn_of_gradients([theirs[_DIGEST + _HASH :] for theirs in hashes], any_shard)
         return
     if not odd:
         raise FingerprintMismatch("workers were started differently: another shard of this worker says in what")
@@ -96,7 +109,9 @@ def compare_settings(first: object, other: object, where: tuple[str, str]) -> No
         raise FingerprintMismatch(f"workers were started differently: {'; '.join(differences)}{more}{hint}")
 
 
-_DIGEST = 24  # bytes of a digest that travel
+_VERSION = 2  # of the first message; in the fingerprint, so that workers of two versions tell each other
+_DIGEST = 16  # bytes of a digest that travel
+_HASH = 8  # bytes of a hash of tensors
 
 STARTING, FROZEN = "starting value of ", "frozen parameters"  # names of hashes in a fingerprint
 _HINTS = {
@@ -106,12 +121,26 @@ _HINTS = {
 
 
 def _warn_of_buffers(hashes: Sequence[bytes]) -> None:
-    odd = [f"rank {rank}" for rank, theirs in enumerate(hashes) if theirs[_DIGEST:] != hashes[0][_DIGEST:]]
+    odd = [f"rank {rank}" for rank, theirs in enumerate(hashes) if theirs != hashes[0]]
     if odd:
         log.warning(
             "the buffers (those given as buffers=, such as BatchNorm's running statistics) of %s start with other values than "
             "rank 0's: call thinwire.broadcast(link, model) on all workers before the optimizer is made",
             _short(", ".join(odd)),
+        )
+
+
+def _warn_of_gradients(hashes: Sequence[bytes], any_shard: AnyShard) -> None:
+    """Warn where all workers have the same gradients, on all shards of theirs that have any."""
+    differ = any_shard(len(set(hashes)) > 1)
+    known = any_shard(any(hashes[0]))
+    if known and not differ and len(hashes) > 1:
+        log.warning(
+            "all %d workers have the same gradients, though each should have those of its own data. Either something averages "
+            "them at every step, such as DistributedDataParallel around the model, which also sends them all: train the model "
+            "that is not wrapped (accelerate, Lightning and the Hugging Face Trainer wrap it by themselves). Or all workers "
+            "read the same data: give each its own part by link.rank and link.size",
+            len(hashes),
         )
 
 
@@ -229,11 +258,62 @@ def handshake_once(optimizer: Algorithm) -> None:
     if not optimizer.handshake_done:
         optimizer.engine.handshake()
         optimizer.handshake_done = True
+        check_remembered(optimizer)
+        _tell_of_wide_messages(optimizer)
+
+
+def greet(optimizer: Algorithm) -> None:
+    """Compare the fingerprints of all workers, which all call it."""
+    buffers = optimizer.buffer_average.starting if optimizer.steps == 0 else 0
+    hashes = {"buffers": buffers, "gradients": _hash_of_gradients(optimizer)}
+    handshake(optimizer.link, optimizer.fingerprint(), any_shard=optimizer.shards.any, **hashes)
+
+
+def _hash_of_gradients(optimizer: SlotOptimizer) -> int:
+    """Of this process's gradients; 0 where they tell nothing, since none, zeros, NaN and Inf are alike on any worker."""
+    grads = [local(p.grad) for p in optimizer._active if p.grad is not None]
+    if not any(bool((g.isfinite() & (g != 0)).any()) for g in grads):
+        return 0
+    return hash_tensors(grads)
+
+
+_NARROW = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def _tell_of_wide_messages(optimizer: Algorithm) -> None:
+    """Say, where a run begins, that parameters of 16 bits are sent with 32; once per run and not by every worker."""
+    codec, peers, dtypes = optimizer.codec, optimizer.link.peers(), {p.dtype for p in optimizer._active}
+    if not isinstance(codec, Dense) or peers.size == 1 or peers.rank != 0 or optimizer.steps:
+        return
+    if codec.wire_dtype == torch.float32 and dtypes <= _NARROW.keys():
+        names = " and ".join(_NARROW[dtype] for dtype in _NARROW if dtype in dtypes)
+        log.warning("the parameters are %s, but messages are fp32: codec=Dense('bf16') makes them half as long", names)
+
+
+def warn_of_another_worker(optimizer: Algorithm, loaded: Mapping[str, Any]) -> None:
+    """Say that a state was loaded which another worker has saved, where workers have state of their own.
+
+    Args:
+        optimizer: that has loaded it.
+        loaded: the first parameter group of the state; silent about whose it is in states of thinwire.checkpoint.
+    """
+    mine, theirs = ([group.get(name) for name in WHOSE] for group in (optimizer.param_groups[0], loaded))
+    kept = {"param", *(name for entries in optimizer.own_state.values() for name in entries)}
+    own = kept | {"inner"} if hasattr(optimizer, "inner") else kept
+    if None in theirs or mine == theirs or own <= optimizer.replicated:
+        return
+    log.warning(
+        "worker %s of %s has loaded the state of worker %s of %s, but each worker has state of its own (%s): save and load one "
+        "file per worker, or use thinwire.checkpoint, which also takes over a run of another number of workers",
+        *mine,
+        *theirs,
+        ", ".join(sorted(own - optimizer.replicated)),
+    )
 
 
 def describe_parameters(optimizer: SlotOptimizer) -> dict[str, object]:
     """The parameter groups and tensors, for a fingerprint."""
-    skipped = ("params", "in_flight", *COUNTERS)
+    skipped = ("params", "in_flight", *COUNTERS, *WHOSE)
     groups = [
         {k: plain(v) for k, v in g.items() if k not in skipped and not k.startswith("_")} | {"tensors": len(g["params"])}
         for g in optimizer.param_groups

@@ -35,6 +35,7 @@ class History:
         """Nothing was followed yet."""
         self.engine, self.opt, self.link = engine, engine.opt, engine.link
         self.replaying = False
+        self._began_at: int | None = None
 
     def enter(self) -> None:
         """Say hello until the others expect this worker."""
@@ -49,13 +50,15 @@ class History:
                 return
         raise LinkError(f"worker {self.link.rank} said hello in {_MOST_ENTRIES} rounds, and was expected in none")
 
-    def begin_at_checkpoint(self, *, needed: bool, after: int = -1) -> None:
+    def begin_at_checkpoint(self, *, needed: bool, after: int = -1, older: bool = False) -> None:
         """Take the newest checkpoint that can be read.
 
         Args:
             needed: raise a `LinkError` where there is none.
             after: the number of a round whose messages are gone: the checkpoint must be of that one or a later one.
+            older: take one that is older than the one that was taken last, which was wrong.
         """
+        before = self._began_at if older else None
         for state in self.link.archive.states(most=transfer.most_nbytes(self.opt)):
             try:
                 extra = transfer.read_extra(state)
@@ -63,9 +66,11 @@ class History:
                 place = Place(**told | {"chain": bytes.fromhex(told["chain"]), "expected": tuple(told["expected"])})
                 if place.number <= after:
                     break
+                if before is not None and place.number >= before:
+                    continue
                 transfer.unpack(self.opt, state)
                 self.link.start_over(place)
-                self.engine.ledger = ledger
+                self.engine.ledger, self._began_at = ledger, place.number
                 self.link.waits.took([float(seconds) for seconds in extra["periods"]])
             except (CheckpointError, KeyError, TypeError, ValueError) as error:
                 log.warning("a checkpoint is passed over: %s", error)
@@ -119,9 +124,10 @@ class History:
         if ids[manifest.number // every % len(ids)] == self.link.rank:
             self.save()
 
-    def take_checkpoint(self, why: str, *, after: int = -1) -> None:
-        """Begin again at the newest checkpoint, as a worker that comes; `after`: see `begin_at_checkpoint`."""
+    def take_checkpoint(self, why: str, *, after: int = -1, older: bool = False) -> None:
+        """Begin again at a checkpoint, as a worker that comes; see `begin_at_checkpoint`."""
         log.warning("worker %d takes the newest checkpoint, and what it had not sent is lost: %s", self.link.rank, why)
-        self.begin_at_checkpoint(needed=True, after=after)
+        self.begin_at_checkpoint(needed=True, after=after, older=older)
         self.follow()
-        self.enter()
+        if self.engine.joined:
+            self.enter()

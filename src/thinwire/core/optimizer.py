@@ -27,9 +27,11 @@ from thinwire.core.policy import Policy, PolicyOptions
 from thinwire.core.replicas import drift
 from thinwire.core.rounds import RoundEngine
 from thinwire.core.shared_model import shared_model
-from thinwire.core.slots import Start
+from thinwire.core.slots import WHOSE, Start
+from thinwire.core.stats import Reporting, Watch
 from thinwire.errors import ConfigError, RoundAborted
 from thinwire.links.base import Link
+from thinwire.links.metered import metered
 from thinwire.payload import describe, zero_invalid_
 from thinwire.schedules import Schedule, as_schedule
 from thinwire.sharding.shards import local
@@ -37,7 +39,7 @@ from thinwire.sharding.shards import local
 __all__ = ["Algorithm", "Policy", "PolicyOptions", "Start"]
 
 
-class Algorithm(JoiningOptimizer):
+class Algorithm(JoiningOptimizer, Reporting):
     """Base of all methods that own their update rule; `Wrapper` is the base of those around an inner optimizer.
 
     Args:
@@ -57,11 +59,13 @@ class Algorithm(JoiningOptimizer):
     sends_fragments: ClassVar[bool] = False
     needs_whole_tensors: ClassVar[bool] = False  # cannot train a model that is sharded
     pace: Pace | None = None  # of workers that take different numbers of steps per round
+    takes_over: ClassVar[tuple[str, ...]] = ()  # slots that it takes from the inner optimizer of a start, where that has them
     in_pairs: ClassVar[bool] = False  # a round is between two workers: one pair may refuse it while the others take it
 
     # GradScaler then always calls step() and leaves the unscaling to us. Without it, the one worker that found an Inf would
     # skip step() and with it the collective that all others are waiting in.
     _step_supports_amp_scaling = True
+    grad_scale: Tensor  # there while a GradScaler calls step()
 
     def __init__(
         self,
@@ -80,7 +84,8 @@ class Algorithm(JoiningOptimizer):
         if not isinstance(link, Link):
             raise ConfigError(f"link must be a thinwire Link such as thinwire.connect() returns, got {type(link).__name__}")
         self.policy = Policy.of(options)
-        self.link, self.schedule = link, as_schedule(H)
+        self.link, self.meter = metered(link)
+        self.schedule, self.watch = as_schedule(H), Watch()
         self.peers = link.peers()  # of the round at hand
         codec = Dense() if codec is None else check_codec(codec)
         if self.schedule.fragments > 1 and not self.sends_fragments:
@@ -93,6 +98,7 @@ class Algorithm(JoiningOptimizer):
         self.give_up_after = (32 if every_step else 8) if give_up_after is None else give_up_after
         self.due: tuple[int, ...] = ()
         super().__init__(params, defaults or {}, codec=codec, slots=slots or {}, settings=settings or {})
+        self._set_whose()
         self.engine = (RoundEngine if link.elastic is None else ElasticEngine)(self, self.policy, tau)
 
     # --- What a method writes ------------------------------------------------------------------------------------------
@@ -268,7 +274,22 @@ class Algorithm(JoiningOptimizer):
         """
         return False
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state as any torch optimizer gives it; its parameter groups say which worker's it is, and of how many."""
+        self._set_whose()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state that `state_dict()` gave; checked as a whole before anything changes."""
+        """Load a state that `state_dict()` gave; checked as a whole before anything changes.
+
+        The state of another worker is loaded too, with a warning where workers have state of their own.
+        """
         super().load_state_dict(state_dict)
+        self._set_whose()
+        gates.warn_of_another_worker(self, state_dict["param_groups"][0])
         self.engine.reload()
+
+    def _set_whose(self) -> None:
+        peers = self.link.peers()
+        for name, value in zip(WHOSE, (peers.id, peers.size), strict=True):
+            self.set_counter(name, value)

@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.codecs.aggregate import Mean
+from thinwire.codecs.aggregate import PLAIN, Mean
 from thinwire.codecs.base import Codec
 from thinwire.codecs.chain import Encoded, PerTensor
 from thinwire.codecs.decoder import Received
 from thinwire.codecs.parts import framed_nbytes
 from thinwire.codecs.wire import HEADER_NBYTES
 from thinwire.errors import ConfigError
-
-PLAIN = Mean()
 
 
 @dataclass(frozen=True)
@@ -55,11 +53,14 @@ class Outgoing:
     def __post_init__(self) -> None:
         """Refuse what the wire cannot do."""
         codec, weight = self.codec, self.weight
-        wire = f"{codec!r} is averaged on the wire, which"
         if codec.linear and self.pair is not None:
-            raise ConfigError(f"{wire} two workers cannot do: take Dense(gather=True) or the like")
+            raise ConfigError(
+                f"{codec!r} is averaged on the wire, which two workers cannot do: take Dense(gather=True) or the like"
+            )
         if codec.linear and self.mean is not PLAIN and not self.mean.plain:
-            raise ConfigError(f"{wire} can do the plain mean over workers only, not {self.mean!r}")
+            raise ConfigError(
+                f"{codec!r} is averaged on the wire, which can do the plain mean over workers only, not {self.mean!r}"
+            )
         if weight is not None and not 0 <= weight <= torch.finfo(torch.float32).max:
             raise ConfigError(f"weight must be finite in float32 and not negative, got {weight!r}")
         if weight is not None and codec.linear and _number_nbytes(codec) < 4:

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from thinwire.codecs.dense import Dense
 from thinwire.core.average import average
+from thinwire.core.buffers import remember_model
 from thinwire.core.exchange import AnyShard, alone
-from thinwire.core.gates import handshake, read_number, say_number
-from thinwire.core.hashing import hash_tensors
+from thinwire.core.gates import FROZEN, handshake, read_number, say_number
+from thinwire.core.hashing import hash_tensors, show_hash
 from thinwire.errors import Diverged
 from thinwire.links.base import Link
 from thinwire.payload import Payload, all_finite, describe
@@ -107,7 +108,7 @@ def copy_from(link: Link, tensors: Sequence[Tensor], source: int, *, keep: bool 
                 t.copy_(part.clone().view(t.dtype).view(t.shape))  # a copy, because its place in the message may be odd
 
 
-def broadcast(link: Link, model: nn.Module) -> None:
+def broadcast(link: Link, model: nn.Module, *, trainable_only: bool = False) -> None:
     """Overwrite the parameters and buffers of `model` on all workers with worker 0's, bit for bit.
 
     For workers that cannot be seeded alike, or of which only one has loaded the weights. Call it on all workers before the
@@ -116,10 +117,31 @@ def broadcast(link: Link, model: nn.Module) -> None:
     Args:
         link: the wire.
         model: the same architecture on all workers, which is checked first.
+        trainable_only: send only parameters that are trained, and the buffers of the modules that hold one: for adapters such
+            as LoRA on a base model that every worker has loaded. The frozen parameters are not sent but compared by their
+            hash, as the optimizer's own handshake compares those that it was given.
+
+    Raises:
+        FingerprintMismatch: on every worker, where the architectures differ, or the frozen parameters that are not sent.
     """
-    tensors = [local(t.detach()) for t in [*model.parameters(), *model.buffers()]]
-    handshake(link, {"tensor": [describe(t) for t in tensors]})
+    sent = [*model.parameters(), *model.buffers()]
+    compared: dict[str, object] = {}
+    if trainable_only:
+        sent = _trained(model)
+        compared[FROZEN] = show_hash([local(p.detach()) for p in model.parameters() if not p.requires_grad])
+    tensors = [local(t.detach()) for t in sent]
+    handshake(link, {"tensor": [describe(t) for t in tensors], **compared})
     copy_from(link, tensors, 0)
+    remember_model(model)
+
+
+def _trained(model: nn.Module) -> list[Tensor]:
+    """The parameters that are trained, each once, and the buffers of the modules that hold one."""
+    found: dict[int, Tensor] = {}
+    for module in model.modules():
+        trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        found |= {id(t): t for t in [*trained, *(module.buffers(recurse=False) if trained else ())]}
+    return list(found.values())
 
 
 def _batches(tensors: Sequence[Tensor], limit: int = 1 << 26) -> Iterator[list[Tensor]]:

@@ -96,7 +96,7 @@ class RoundEngine:
         if tau and optimizer.schedule.fragments > _MOST_IN_FLIGHT:
             raise ConfigError(f"with tau > 0 there are at most {_MOST_IN_FLIGHT} fragments, got {optimizer.schedule.fragments}")
         if tau:
-            optimizer.state[optimizer._active[0]]["invalid_in_flight"] = torch.tensor(0.0, dtype=torch.float64)
+            optimizer.own_state[optimizer._active[0]]["invalid_in_flight"] = torch.tensor(0.0, dtype=torch.float64)
 
     @property
     def elastic(self) -> ElasticEngine | None:
@@ -106,9 +106,7 @@ class RoundEngine:
     def handshake(self) -> None:
         """Before the first step: refuse to begin unless all workers were started with the same settings."""
         self.settle_missing()  # a worker that is behind for a while would seem to differ
-        opt = self.opt
-        buffers = opt.buffer_average.starting if opt.steps == 0 else 0
-        gates.handshake(opt.link, opt.fingerprint(), any_shard=opt.shards.any, buffers=buffers)
+        gates.greet(self.opt)
 
     # --- Sending ---------------------------------------------------------------------------------------------------------
 
@@ -167,7 +165,7 @@ class RoundEngine:
         if not self.tau:
             invalid, self.invalid_next = self.invalid_next, False
             return invalid
-        marks, bit = self.opt.state[self.opt._active[0]]["invalid_in_flight"], 1 << number % _MOST_IN_FLIGHT
+        marks, bit = self.opt.own_state[self.opt._active[0]]["invalid_in_flight"], 1 << number % _MOST_IN_FLIGHT
         if not again:
             marks.fill_(int(marks) & ~bit | bit * self.invalid_next)
             self.invalid_next = False
@@ -215,6 +213,7 @@ class RoundEngine:
                 opt.set_counter("thinwire_synced", opt.steps)
         if opt.pace is not None:  # `finish()` may end a round in the middle of its steps: quotas change between whole ones
             opt.pace.agree(opt.shards, settle=opt.pace.in_step(opt.steps))
+        opt.watch.tell(opt)
 
     def begin(self, flight: InFlight) -> None:
         """Make this the round at hand."""
@@ -228,7 +227,8 @@ class RoundEngine:
         if opt.pace is not None:
             opt.pace.committed()
         opt.committed()
-        opt.apply(replace(arrived, which=flight.which, last=flight.last))
+        with opt.watch.measured(opt, flight.which):
+            opt.apply(replace(arrived, which=flight.which, last=flight.last))
         flight.exchange = None  # it holds messages as long as the model, and `current` would keep it until the next round
 
     def _agree(self, flight: InFlight) -> Arrived | None:

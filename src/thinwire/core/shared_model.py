@@ -10,6 +10,7 @@ from torch import nn
 
 from thinwire.codecs.dense import Dense
 from thinwire.core.average import average
+from thinwire.core.buffers import check_statistics
 from thinwire.core.slots import overwrite
 from thinwire.links.base import Link
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def shared_model(opt: Algorithm, model: nn.Module | None, mean_over: Link | None) -> Iterator[None]:
     """See `Algorithm.shared_model`."""
+    if model is not None:
+        check_statistics(opt, model)
     agreed = opt.agreed()
     if mean_over is not None:
         agreed, _ = average(mean_over, Dense(), agreed or opt.params(), any_shard=opt.shards.any, purpose="mean model")

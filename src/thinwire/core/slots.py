@@ -24,6 +24,7 @@ log = logging.getLogger("thinwire")
 Start = Literal["zeros", "param", "coded", "count"] | Callable[[Tensor], Tensor | None]
 
 COUNTERS = ("thinwire_step", "thinwire_round", "thinwire_synced")
+WHOSE = ("thinwire_worker", "thinwire_workers")  # of a state dict: the id of its worker, and how many there were
 
 
 class SlotOptimizer(Optimizer):
@@ -59,6 +60,11 @@ class SlotOptimizer(Optimizer):
             raise ConfigError(f"{type(self).__name__} has nothing to train: no parameter requires a gradient")
         self.shards = Shards(self._active)
 
+    @property
+    def own_state(self) -> dict[Tensor, dict[str, Any]]:
+        """The slots by parameter: `state` without what an inner optimizer keeps."""
+        return self.state
+
     # --- The state, as lists of local tensors ------------------------------------------------------------------------
 
     def params(self) -> list[Tensor]:
@@ -67,7 +73,7 @@ class SlotOptimizer(Optimizer):
 
     def slot(self, name: str) -> list[Tensor]:
         """This process's part of the state slot `name`, in the order of `params()`; of those parameters that have it."""
-        return [local(self.state[p][name]) for p in self._active if name in self.state[p]]
+        return [local(self.own_state[p][name]) for p in self._active if name in self.own_state[p]]
 
     def part(self, name: str, which: Sequence[int]) -> list[Tensor]:
         """The slot `name`, or "param", of the parameters with these numbers; empty where no parameter has that slot."""
@@ -157,13 +163,13 @@ class SlotOptimizer(Optimizer):
     def _all_or_nothing(self) -> Iterator[None]:
         """Take back what was added to groups, parameters and state within it, where that raises."""
         groups, active, frozen = len(self.param_groups), len(self._active), len(self._frozen)
-        state, done = {p: dict(entries) for p, entries in self.state.items()}, self.handshake_done
+        state, done = {p: dict(entries) for p, entries in self.own_state.items()}, self.handshake_done
         try:
             yield
         except BaseException:
             del self.param_groups[groups:], self._active[active:], self._frozen[frozen:]
-            self.state.clear()
-            self.state.update(state)
+            self.own_state.clear()
+            self.own_state.update(state)
             self.handshake_done = done
             raise
 
@@ -175,7 +181,7 @@ class SlotOptimizer(Optimizer):
 
     def _adopt(self, group: dict[str, Any]) -> None:
         """Make the state slots of a new group."""
-        for name in COUNTERS:
+        for name in (*COUNTERS, *WHOSE):
             group[name] = self.param_groups[0].get(name, 0)
         self._check_group(group)
         for p in group["params"]:
@@ -184,7 +190,7 @@ class SlotOptimizer(Optimizer):
                 continue
             self._active.append(p)
             # An entry even without slots: with an empty state torch's checkpointing would take a step "to initialise" it.
-            state = self.state[p]
+            state = self.own_state[p]
             wide = torch.promote_types(p.dtype, torch.float32)  # a decay of 0.999 would be lost in bf16
             for name, start in self._slots.items():
                 if callable(start):
@@ -209,18 +215,18 @@ class SlotOptimizer(Optimizer):
         shapes = Chain.of(self.codec).slot_shapes(self.params())
         for p, shape in zip(self._active, shapes, strict=True):
             for name in names:
-                before = self.state[p].get(name)
+                before = self.own_state[p].get(name)
                 if before is None or before.shape != torch.Size(shape):
                     if before is not None and bool(before.any()):
                         log.warning("with the parameters added, tensors of a message lie otherwise: a %s is reset", name)
-                    self.state[p][name] = torch.zeros(shape, device=local(p).device)
+                    self.own_state[p][name] = torch.zeros(shape, device=local(p).device)
 
     # --- State dicts -----------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state that `state_dict()` gave; checked as a whole before anything changes."""
         state = self._checked(state_dict)
-        self._load_groups(state_dict["param_groups"])
+        self._load_groups(state, state_dict["param_groups"])
         self._load_slots(state)
         self.handshake_done = False  # all workers must have loaded the same step
 
@@ -243,7 +249,7 @@ class SlotOptimizer(Optimizer):
         keys = [key for group in groups for key in group["params"]]
         state = {index: state_dict["state"].get(key, {}) for index, key in enumerate(keys)}
         for index, p in self._indexed():
-            for name, mine in self.state[p].items():
+            for name, mine in self.own_state[p].items():
                 if name not in state[index]:
                     raise CheckpointError(f"state of tensor {index} has no {name!r}, only {sorted(state[index])}")
                 if state[index][name].shape != mine.shape:
@@ -251,14 +257,14 @@ class SlotOptimizer(Optimizer):
                     raise CheckpointError(f"{name!r} of tensor {index} has shape {shapes}")
         return state
 
-    def _load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def _load_groups(self, state: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:  # noqa: ARG002
         for mine, theirs in zip(self.param_groups, groups, strict=True):
             mine.update({k: v for k, v in theirs.items() if k != "params"})
 
     def _load_slots(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         with torch.no_grad():
             for index, p in self._indexed():
-                for name, mine in self.state[p].items():
+                for name, mine in self.own_state[p].items():
                     mine.copy_(state[index][name])
 
     def _indexed(self) -> list[tuple[int, Tensor]]:

@@ -187,7 +187,7 @@ class StateAveraging(Algorithm):
         """Averaged moments must not be corrected for bias once more: they are as old as the run."""
         inner: Mapping[Tensor, Mapping[str, object]] = getattr(getattr(self, "inner", None), "state", {})
         for p in self._active:
-            for entries in (self.state[p], inner.get(p, {})):
+            for entries in (self.own_state[p], inner.get(p, {})):
                 if isinstance(count := entries.get("step"), Tensor):
                     count.clamp_(min=self.steps)
 

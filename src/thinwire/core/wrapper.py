@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Unpack
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,12 +14,13 @@ from torch.optim import Optimizer
 
 from thinwire.codecs import Codec
 from thinwire.core.exchange import Exchange
+from thinwire.core.merged_state import PREFIX, READY, MergedState
 from thinwire.core.optimizer import Algorithm, PolicyOptions, Start
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.pace import Pace
 from thinwire.core.rounds import InFlight
 from thinwire.core.slots import overwrite
-from thinwire.errors import ConfigError, check_choice, check_whole_number
+from thinwire.errors import CheckpointError, ConfigError, check_choice, check_whole_number
 from thinwire.links.base import Link
 from thinwire.maths.update_rules import check_eps
 from thinwire.payload import zero_invalid_
@@ -81,7 +83,7 @@ class Wrapper(Algorithm):
             raise ConfigError(f"the inner optimizer must be a torch.optim.Optimizer, got {type(inner).__name__}")
         if isinstance(inner, torch.optim.LBFGS):
             raise ConfigError("LBFGS evaluates its closure several times a step and cannot be an inner optimizer")
-        if isinstance(inner, Algorithm):
+        if isinstance(inner, Algorithm) or hasattr(inner, "link"):
             raise ConfigError(f"{type(inner).__name__} cannot be the inner optimizer of {type(self).__name__}: it uses a link")
         self._wrapping = True
         settings = {"inner": type(inner).__name__, **(settings or {})}
@@ -92,8 +94,32 @@ class Wrapper(Algorithm):
         self._wrapping = False
         if pace == "speed":
             assert isinstance(self.schedule, Every)
-            self.pace = Pace(link, self.schedule.H)
-            self.state[self._active[0]]["pace"] = self.pace.state
+            self.pace = Pace(self.link, self.schedule.H)
+            self.own_state[self._active[0]]["pace"] = self.pace.state
+
+    @property
+    def state(self) -> MergedState:
+        """The slots of every parameter, and the inner optimizer's state of it with the prefix "inner."."""
+        return MergedState(self._own_state, self.inner, self._inner_entries)
+
+    @state.setter
+    def state(self, own: dict[Tensor, dict[str, Any]]) -> None:  # type: ignore[override]
+        self._own_state = own  # torch's constructor gives an empty one
+
+    @property
+    def own_state(self) -> dict[Tensor, dict[str, Any]]:
+        """The slots by parameter."""
+        return self._own_state
+
+    def _inner_entries(self, p: Tensor) -> dict[str, Any]:
+        """The inner optimizer's state of a parameter, as `state` and `state_dict()` show it.
+
+        Before its first step they are zeros: checkpoint readers fill in what is there already. "inner_ready" says whether the
+        inner optimizer has made them itself; what it has not is dropped on loading.
+        """
+        made = self.inner.state.get(p) or {}
+        named = {f"{PREFIX}{key}": value for key, value in (made or _placeholders(self.inner, p)).items()}
+        return {READY: torch.tensor(float(bool(made))), **named}
 
     def work(self) -> float | None:
         """What this worker's contribution weighs in the next round: its local steps, where workers take different numbers."""
@@ -261,32 +287,32 @@ class Wrapper(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """One dict with the state of both; the inner optimizer's keys have the prefix "inner."."""
-        merged, inner = super().state_dict(), self.inner.state_dict()["state"]
-        for index, p in self._indexed():
-            made = inner.get(index) or {}
-            entries = made or _placeholders(self.inner, p)
-            # Whether the inner optimizer had state of its own yet: placeholders are for checkpoint readers that only fill
-            # in what the reader already has, and are dropped on loading.
-            ready = torch.tensor(float(bool(made)))
-            named = {f"inner.{key}": value for key, value in entries.items()}
-            # A new dict: what torch returns are this optimizer's own.
-            merged["state"][index] = {**merged["state"].get(index, {}), "inner_ready": ready, **named}
+        merged = super().state_dict()
+        merged["state"] = {index: dict(entries) for index, entries in merged["state"].items()}
         return merged
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state that `state_dict()` gave; checked as a whole before anything changes."""
-        state = self._checked(state_dict)
+    def _checked(self, state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+        state, steps = super()._checked(state_dict), state_dict["param_groups"][0]["thinwire_step"]
+        for index, _ in self._indexed():
+            there = [key for key in state[index] if key.startswith(PREFIX)]
+            if steps > 0 and (READY not in state[index] or (bool(state[index][READY]) and not there)):
+                raise CheckpointError(
+                    f"the state is of step {steps}, but what {type(self.inner).__name__} keeps of tensor {index} is not in it "
+                    f"({READY!r} and '{PREFIX}*'): the loader has dropped it, as those do that take only some names. Load all "
+                    "that state_dict() gave, or use thinwire.checkpoint"
+                )
+        return state
+
+    def _load_groups(self, state: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Load the inner optimizer, whose groups these are."""
         inner = {}
         for index, entries in state.items():
-            if bool(entries.get("inner_ready", False)):
-                inner[index] = {k.removeprefix("inner."): v for k, v in entries.items() if k.startswith("inner.")}
+            if bool(entries.get(READY, False)):
+                inner[index] = {k.removeprefix(PREFIX): v for k, v in entries.items() if k.startswith(PREFIX)}
         numbers = iter(range(len(state)))
-        groups = [{**g, "params": [next(numbers) for _ in g["params"]]} for g in state_dict["param_groups"]]
-        self.inner.load_state_dict({"state": inner, "param_groups": groups})
+        numbered = [{**g, "params": [next(numbers) for _ in g["params"]]} for g in groups]
+        self.inner.load_state_dict({"state": inner, "param_groups": numbered})
         self.param_groups = self.inner.param_groups  # loading has replaced the list
-        self._load_slots(state)
-        self.handshake_done = False  # all workers must have loaded the same step
-        self.engine.reload()
 
 
 def inner_keys(inner: Optimizer) -> list[str]:
@@ -305,9 +331,24 @@ def _is_moment(key: str, value: object, p: Tensor) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.shape == p.shape and not key.startswith("step")
 
 
+# What `_placeholders` found on meta tensors, by optimizer, settings and shape: a step without values takes milliseconds too.
+_FOUND_ON_META: WeakKeyDictionary[Optimizer, dict[object, dict[str, Any]]] = WeakKeyDictionary()
+
+
 def _placeholders(inner: Optimizer, p: Tensor) -> dict[str, Any]:
     """The state that `inner` would make for `p` at its first step, zeroed; found by stepping a twin on a tensor of zeros."""
     group = next(g for g in inner.param_groups if any(q is p for q in g["params"]))
+    if not p.is_meta:
+        return {k: torch.zeros_like(v) if isinstance(v, Tensor) else v for k, v in _first_state(inner, group, p).items()}
+    settings = repr([(name, value) for name, value in group.items() if name != "params"])
+    found, key = _FOUND_ON_META.setdefault(inner, {}), (settings, p.shape, p.dtype)
+    if key not in found:
+        found[key] = _first_state(inner, group, p)
+    empty = {k: torch.empty(v.shape, dtype=v.dtype, device=v.device) for k, v in found[key].items() if isinstance(v, Tensor)}
+    return found[key] | empty
+
+
+def _first_state(inner: Optimizer, group: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
     stand_in = torch.nn.Parameter(torch.zeros_like(p.detach()))
     stand_in.grad = torch.zeros_like(stand_in)
     twin = object.__new__(type(inner))
@@ -318,4 +359,4 @@ def _placeholders(inner: Optimizer, p: Tensor) -> dict[str, Any]:
     if isinstance(lr := group.get("lr"), float) and lr > 1:  # of a wrong one, such as 1e38, the step would overflow
         twin.param_groups[0]["lr"] = 1.0
     twin.step()
-    return {k: torch.zeros_like(v) if isinstance(v, Tensor) else v for k, v in twin.state.get(stand_in, {}).items()}
+    return dict(twin.state.get(stand_in, {}))

@@ -2,7 +2,7 @@
 
 from thinwire.links.base import Done, Link, LinkDecorator, Peers, Ticket
 from thinwire.links.flaky import Flaky
-from thinwire.links.metered import Exchange, Meter, Metered, Totals
+from thinwire.links.metered import Exchange, Meter, Metered, Totals, metered
 from thinwire.links.sim import SimLink
 from thinwire.links.solo import SoloLink
 from thinwire.links.straggler import Straggler
@@ -28,4 +28,5 @@ __all__ = [
     "connect",
     "disconnect",
     "host_job",
+    "metered",
 ]

@@ -53,9 +53,13 @@ class Totals:
 
 @dataclass
 class Meter:
-    """The totals, the newest exchanges one by one, and what a resumed run had to send again."""
+    """The totals, those of each purpose, the newest exchanges one by one, and what a resumed run had to send again.
+
+    Totals go on from those of a checkpoint; purposes are counted since the meter was made.
+    """
 
     totals: Totals = field(default_factory=Totals)
+    purposes: dict[str, Totals] = field(default_factory=dict)
     recent: deque[Exchange] = field(default_factory=lambda: deque(maxlen=4096))
     repeated: Totals = field(default_factory=Totals)
     _repeat: bool = False
@@ -67,7 +71,12 @@ class Meter:
             self.repeated.add(exchange)
         else:
             self.totals.add(exchange)
+        self.purposes.setdefault(exchange.purpose, Totals()).add(exchange)
         self.recent.append(exchange)
+
+    def last(self, purpose: str) -> Exchange | None:
+        """The newest exchange of a purpose, where it is among the recent ones."""
+        return next((exchange for exchange in reversed(self.recent) if exchange.purpose == purpose), None)
 
     def state_dict(self) -> dict[str, float]:
         """The totals, so that a resumed run goes on counting."""
@@ -97,6 +106,17 @@ class Metered(LinkDecorator):
     def post(self, payload: Payload, op: Op) -> Ticket:
         """Post on the wrapped link; the cost is counted when the result is there."""
         return _MeteredTicket(self, self.link.post(payload, op), payload, op)
+
+
+def metered(link: Link) -> tuple[Link, Meter]:
+    """A link that is metered, and its meter: the link itself where it, or one that it is around, counts already."""
+    inside = link
+    while isinstance(inside, LinkDecorator):
+        if isinstance(inside, Metered):
+            return link, inside.meter
+        inside = inside.link
+    around = Metered(link)
+    return around, around.meter
 
 
 class _MeteredTicket(Ticket):

@@ -22,6 +22,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor: a DTensor gathered from all shards of this worker, which all call it; any other tensor itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 class Region(NamedTuple):
     """Which part of a whole tensor a process holds.
 

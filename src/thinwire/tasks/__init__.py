@@ -16,9 +16,10 @@ from thinwire.errors import ConfigError, check_whole_number
 if TYPE_CHECKING:
     from thinwire.tasks.task import Task
 
-__all__ = ["TASKS", "make_task"]
+__all__ = ["TASKS", "check_name", "make_task"]
 
 TASKS: dict[str, str] = {
+    "gpt-micro": "GPT of 0.4M parameters on bytes of text; needs no download",
     "gpt-nano": "GPT of 0.8M parameters on bytes of text; needs no download",
     "gpt-small": "GPT of 3M parameters on bytes of text; needs no download",
     "gpt-medium": "GPT of 11M parameters on bytes of text; needs no download",
@@ -74,12 +75,17 @@ def make_task(
     return ImageTask(name, seed=seed, workers=workers, batch=batch, data=data, non_iid=non_iid)
 
 
-def _check(name: str, *, seed: int, workers: int, batch: int | None, non_iid: float | None) -> None:
-    """Refuse what no task can take; each task refuses the rest."""
+def check_name(name: str) -> None:
+    """Raise a `ConfigError` for a name that no task has."""
     if name not in TASKS:
         close = difflib.get_close_matches(name, TASKS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ConfigError(f"task must be one of {', '.join(TASKS)}, got {name!r}{hint}")
+
+
+def _check(name: str, *, seed: int, workers: int, batch: int | None, non_iid: float | None) -> None:
+    """Refuse what no task can take; each task refuses the rest."""
+    check_name(name)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ConfigError(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}")
     check_whole_number("workers", workers)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from thinwire.errors import ConfigError, MissingData, MissingDependency, check_choice
+from thinwire.errors import ConfigError, MissingData, MissingDependency, check_choice, how_to_install
 
 CLASSES = 10  # in each of the sets
 FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")
@@ -98,7 +98,7 @@ def _digits() -> ImageSet:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise MissingDependency("digits needs scikit-learn: pip install 'thinwire[images]'") from error
+        raise MissingDependency(f"digits needs scikit-learn: {how_to_install('images')}") from error
     pixels, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     images = pixels[order].astype(np.uint8).reshape(-1, 1, 8, 8)
@@ -186,7 +186,7 @@ def read_sheet(path: Path) -> np.ndarray:
     try:
         from PIL import Image
     except ImportError as error:
-        raise MissingDependency("cifar needs Pillow: pip install 'thinwire[images]'") from error
+        raise MissingDependency(f"cifar needs Pillow: {how_to_install('images')}") from error
     try:
         with Image.open(path) as picture:
             pixels = np.asarray(picture)

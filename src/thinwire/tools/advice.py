@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 from torch import nn
 
-from thinwire.network import show_bytes
+from thinwire.network import Network, show_bytes
 from thinwire.tools.config import RunConfig
 from thinwire.tools.plan import (
+    MOST_H,
     Cluster,
     Prediction,
     bandwidth_for,
@@ -124,6 +125,7 @@ class Offer:
         cost: per step.
         loss: at this setting, where it is known.
         needed: the smallest H, the largest k or the least bandwidth that is enough; None where none is.
+        never: why none is: the "latency" is too much whatever is sent, or even the least message has too many "bytes".
     """
 
     method: Method
@@ -133,6 +135,7 @@ class Offer:
     cost: Prediction
     loss: Loss | None
     needed: float | None
+    never: Literal["latency", "bytes"] | None = None
 
     @property
     def name(self) -> str:
@@ -148,12 +151,14 @@ class Advice:
         offers: in the order of `METHODS`.
         sentence: the recommendation.
         best: the offer that it recommends, with the settings that it recommends; None where nothing is enough.
+        closest: where nothing is, what comes closest; else one with a much smaller loss that computes less, if there is one.
         warm_seconds: what the synchronous steps of a warm start would take.
     """
 
     offers: tuple[Offer, ...]
     sentence: str
     best: Offer | None
+    closest: Offer | None
     warm_seconds: float
 
 
@@ -182,30 +187,35 @@ def advise(model: nn.Module, cluster: Cluster, *, utilisation: float = 0.95, wis
     best = _best(offers, model, cluster, utilisation)
     below = math.inf if best is None or best.loss is None else best.loss.percent
     closest = _closest(offers, model, cluster, below=below)
-    return Advice(offers, _sentence(best, closest, ddp, utilisation), best, WARM_STEPS * ddp.seconds_per_step)
+    return Advice(offers, _sentence(best, closest, ddp, utilisation), best, closest, WARM_STEPS * ddp.seconds_per_step)
 
 
 def offer_of(method: Method, model: nn.Module, cluster: Cluster, utilisation: float, wishes: Wishes) -> Offer:
     """One method on a link."""
-    config = _with_wishes(method.config, model, wishes)
+    config = _with_wishes(method.config, wishes)
     period = period_of(config, model, workers=cluster.workers, backward=cluster.backward)
-    H, k = steps_per_round(config), entries_per_block(config, model)
+    H, k = steps_per_round(config), entries_per_block(config)
     if H is not None:
         knob, value, needed = "H", H, smallest_H(config, period, cluster, utilisation)
     elif k is not None:
         knob, value, needed = "k", k, largest_k(config, model, cluster, utilisation)
     else:
         knob, value, needed = "bandwidth", 1, bandwidth_for(period, cluster, utilisation)
-    return Offer(method, config, knob, value, cost_of(period, cluster), loss_at(method, value, knob), needed)
+    never = None
+    if needed is None:
+        endless = replace(cluster, network=Network(latency=cluster.network.latency))
+        longest = period if H is None else period.stretched(MOST_H / H)
+        never = "latency" if cost_of(longest, endless).utilisation < utilisation else "bytes"
+    return Offer(method, config, knob, value, cost_of(period, cluster), loss_at(method, value, knob), needed, never)
 
 
-def _with_wishes(config: RunConfig, model: nn.Module, wishes: Wishes) -> RunConfig:
+def _with_wishes(config: RunConfig, wishes: Wishes) -> RunConfig:
     if wishes.H is not None and steps_per_round(config) is not None:
         config = with_H(config, wishes.H)
     if wishes.tau is not None and config.algorithm == "streaming-diloco":
         config = replace(config, settings={**config.settings, "tau": wishes.tau})
-    if wishes.k is not None and entries_per_block(config, model) is not None:
-        config = with_k(config, model, wishes.k)
+    if wishes.k is not None and entries_per_block(config) is not None:
+        config = with_k(config, wishes.k)
     return config
 
 
@@ -217,12 +227,11 @@ def _best(offers: Sequence[Offer], model: nn.Module, cluster: Cluster, utilisati
     enough = []
     for offer in offers:
         low, high = offer.method.tried
-        if offer.cost.utilisation < utilisation:
-            if offer.knob == "bandwidth" or offer.needed is None or not low <= offer.needed <= high:
-                continue  # nobody has trained with such an H or k
-            offer = _turned(offer, int(offer.needed), model, cluster)
-        if offer.loss is not None:
+        if offer.cost.utilisation >= utilisation:
             enough.append(offer)
+        elif offer.method.losses and offer.knob != "bandwidth" and offer.needed is not None and low <= offer.needed <= high:
+            enough.append(_turned(offer, int(offer.needed), model, cluster))  # else nobody has trained with such an H or k
+    enough = [offer for offer in enough if offer.loss is not None]
     return min(enough, key=_preference, default=None)
 
 
@@ -234,7 +243,7 @@ def _preference(offer: Offer) -> tuple[float, bool, float]:
 
 def _turned(offer: Offer, value: int, model: nn.Module, cluster: Cluster) -> Offer:
     """The offer with another H or k."""
-    config = with_H(offer.config, value) if offer.knob == "H" else with_k(offer.config, model, value)
+    config = with_H(offer.config, value) if offer.knob == "H" else with_k(offer.config, value)
     cost, loss = predict(config, model, cluster), loss_at(offer.method, value, offer.knob)
     return replace(offer, config=config, value=value, cost=cost, loss=loss)
 
@@ -252,9 +261,9 @@ def _closest(offers: Sequence[Offer], model: nn.Module, cluster: Cluster, *, bel
     for offer in offers:
         low, high = offer.method.tried
         furthest = {"H": max(high, offer.value), "k": min(low, offer.value), "bandwidth": 1}[offer.knob]
-        turned = offer if offer.knob == "bandwidth" else _turned(offer, furthest, model, cluster)
-        if turned.loss is not None and turned.loss.percent < below - 5:
-            found.append(turned)
+        loss = loss_at(offer.method, furthest, offer.knob)
+        if loss is not None and loss.percent < below - 5:
+            found.append(offer if offer.knob == "bandwidth" else _turned(offer, furthest, model, cluster))
     return max(found, key=lambda offer: offer.cost.utilisation, default=None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from thinwire.algorithms import DataParallel, found
 from thinwire.codecs import parse_codec
 from thinwire.core.buffers import running_statistics
 from thinwire.core.optimizer import Algorithm
-from thinwire.core.slots import COUNTERS
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError
 from thinwire.links import Link
@@ -22,25 +22,12 @@ from thinwire.tasks import make_task
 from thinwire.tasks.task import Task
 from thinwire.tools.config import RunConfig, resolve_algorithm
 from thinwire.tools.inner import inner_of, refuse_slow_settings
+from thinwire.warm_start import WarmStart
 
-# What takes the synchronous steps of a warm start where a method has no inner optimizer, and the state that it hands over.
-WARM_INNER = {"lordo": "low-rank"}
-HANDED_OVER = {"lordo": ("Q",)}
-
-
-def take_over(optimizer: Algorithm, before: Algorithm) -> None:
-    """Go on where another optimizer of the same model stopped, as after a warm start."""
-    for name in COUNTERS:
-        optimizer.set_counter(name, before.param_groups[0][name])
-    known = before.inner.state if isinstance(before, Wrapper) else {}
-    for name in HANDED_OVER.get(optimizer.name, ()):
-        for p, state in optimizer.state.items():
-            theirs = known.get(p, {}).get(name)
-            if name in state and theirs is not None and state[name].shape == theirs.shape:
-                state[name].copy_(theirs)
+WARM_INNER = {"lordo": "low-rank"}  # what takes the synchronous steps of a warm start where a method has no inner optimizer
 
 
-def check_total(optimizer: Algorithm, steps: int) -> None:
+def check_total(optimizer: Algorithm | WarmStart, steps: int) -> None:
     """Raise a `ConfigError` for a number of steps at which the workers cannot stop together."""
     if optimizer.pace is not None:
         optimizer.pace.check_total(steps)
@@ -62,13 +49,29 @@ def task_of(config: RunConfig, workers: int) -> Task:
     )
 
 
-def warm_optimizer_of(config: RunConfig, model: nn.Module, link: Link) -> Algorithm:
-    """Averaged gradients around the inner optimizer that the config's algorithm will have, or one of its kind."""
+def warm_start_of(config: RunConfig, model: nn.Module, link: Link, *, wire: Link | None = None) -> WarmStart:
+    """Averaged gradients around the inner optimizer that the config's algorithm will have, or one of its kind; then that.
+
+    Args:
+        config: of the run.
+        model: to train.
+        link: this worker's end of the wire.
+        wire: what the algorithm uses, where that is another link.
+    """
     inner = _inner_for(config, model)
     if inner is None:
         cls = found()[resolve_algorithm(config.algorithm, found())[0]]
         inner = inner_of(WARM_INNER.get(cls.name, "adamw"), model, config, K=config.settings.get("H", 32))
-    return DataParallel(inner, link, clip_norm=config.clip_norm, buffers=running_statistics(model))
+
+    def start(inner: Optimizer, link: Link) -> Algorithm:
+        return DataParallel(inner, link, clip_norm=config.clip_norm, buffers=running_statistics(model))
+
+    def then(inner: Optimizer, link: Link) -> Algorithm:
+        optimizer = optimizer_of(config, model, wire or link, inner=inner)
+        check_total(optimizer, config.steps)
+        return optimizer
+
+    return WarmStart(inner, link, steps=config.warm_start, start=start, then=then)
 
 
 def _inner_for(config: RunConfig, model: nn.Module) -> Optimizer | None:
@@ -86,8 +89,23 @@ def _inner_for(config: RunConfig, model: nn.Module) -> Optimizer | None:
     return inner_of(config.inner or settings.get("inner", cls.usual_inner), model, config, K=K)
 
 
-def optimizer_of(config: RunConfig, model: nn.Module, link: Link, *, inner: Optimizer | None = None) -> Algorithm:
-    """The config's algorithm around its inner optimizer, or around one that has been at work before."""
+def optimizer_of(
+    config: RunConfig,
+    model: nn.Module,
+    link: Link,
+    *,
+    inner: Optimizer | None = None,
+    params: Sequence[dict[str, Any]] | None = None,
+) -> Algorithm:
+    """The config's algorithm around its inner optimizer, or around one that is there already.
+
+    Args:
+        config: of the run.
+        model: to train.
+        link: this worker's end of the wire.
+        inner: the inner optimizer; a new one by default.
+        params: parameter groups for an algorithm without one; by default the model's parameters.
+    """
     algorithms = found()
     name, fixed = resolve_algorithm(config.algorithm, algorithms)
     cls, settings = algorithms[name], {**fixed, **config.settings}
@@ -105,7 +123,7 @@ def optimizer_of(config: RunConfig, model: nn.Module, link: Link, *, inner: Opti
     _inner_for(config, model)  # refuses settings of an inner optimizer
     known = inspect.signature(cls.__init__).parameters
     own = {"lr": config.lr, "weight_decay": config.weight_decay}
-    return make(model.parameters(), link, **{k: v for k, v in own.items() if k in known}, **settings)
+    return make(params or model.parameters(), link, **{k: v for k, v in own.items() if k in known}, **settings)
 
 
 def clips_itself(cls: type[Algorithm]) -> bool:

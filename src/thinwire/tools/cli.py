@@ -17,8 +17,8 @@ thinwire trains one PyTorch model on many workers joined by thin wires.
 
 usage: thinwire COMMAND [options]
 
-  demo          Train a small GPT on 2 real workers, once with all gradients sent and once with
-                the best method so far, and compare loss and bytes. About 2 minutes.
+  demo          Train a small GPT on 2 real workers with DDP, DeMo and DiLoCo; compare loss, bytes
+                and the speed on a link of 100 Mbit/s. About 3 minutes.
   train         Train with real worker processes. Starts them itself on this machine; under
                 torchrun it joins the job it is in.
   sim           The same training on simulated workers over a network of your choice: how long
@@ -39,7 +39,7 @@ usage: thinwire COMMAND [options]
 
 examples
   thinwire train --algorithm diloco --task gpt-nano --workers 4 --steps 300 --H 32
-  thinwire train --algorithm diloco --help            all settings of that method
+  thinwire train --algorithm diloco --help            its settings; --help-all shows every flag
   thinwire train --resume --out runs/my-run           go on from the last checkpoint
   torchrun --nproc-per-node 4 -m thinwire train --algorithm ddp --task gpt-nano
   thinwire sim --algorithm ddp --bandwidth 100mbit --latency 20ms --workers 8
@@ -58,8 +58,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = _complain(error, 2)
     except ThinwireError as error:
         code = _complain(error, 1)
-    except KeyboardInterrupt:
-        code = _complain("stopped by Ctrl-C; finished checkpoints are kept", 130)
+    except KeyboardInterrupt as stop:  # no error: it says what is kept and how to go on, where there is anything
+        print(f"thinwire: stopped by Ctrl-C{f'; {stop}' if str(stop) else ''}", file=sys.stderr)
+        code = 130
     except BrokenPipeError:  # the reader of our output has gone, for instance `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
@@ -74,6 +75,7 @@ def _complain(what: object, code: int) -> int:
 
 # Commands with a module of their own in `thinwire.tools.commands`, and the short ones below.
 MODULES = ("demo", "train", "sim", "compare", "report", "plan", "keys", "run", "lab", "doctor")
+LOOKED_AT = ("train", "sim", "compare", "report", "plan", "doctor")  # for what is wrong, before torch is imported
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -88,6 +90,8 @@ def _dispatch(arguments: list[str]) -> int:
     if command in lists:
         return lists[command](rest)
     if command in MODULES:
+        if command in LOOKED_AT:
+            importlib.import_module("thinwire.tools.early").look(command, rest)
         return importlib.import_module(f"thinwire.tools.commands.{command}").main(rest)
     known = [*MODULES, *lists]
     close = difflib.get_close_matches(command, known, n=1)
@@ -104,17 +108,17 @@ def _algorithms(arguments: list[str]) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from thinwire.algorithms import found
-    from thinwire.tools.config import presets
-    from thinwire.tools.flags import first_line
+    from thinwire.tools.names import FIXED, OF_PAPERS, described
 
     table = Table("name", "what it does", "equal on all workers", title="thinwire train --algorithm NAME", title_justify="left")
-    for name, cls in found().items():
-        equal = ", ".join([*sorted(cls.replicated), *(f"{key} after each round" for key in sorted(cls.synced))])
-        table.add_row(name, first_line(cls), equal)
-    for name, (base, fixed) in presets().items():
+    for method in described().values():
+        equal = ", ".join([*method.replicated, *(f"{key} after each round" for key in method.synced)])
+        table.add_row(method.name, method.summary, equal)
+    for name, (base, fixed) in FIXED.items():
         settings = ", ".join(f"{k}={v}" for k, v in fixed.items())
         table.add_row(name, f"{base} with {settings}" if fixed else _IN_WORDS[name], "")
+    for name, (base, paper) in OF_PAPERS.items():
+        table.add_row(name, f"{base}: {described()[base].papers[paper]}", "")
     Console().print(table)
     return 0
 
@@ -143,21 +147,12 @@ def _tasks(arguments: list[str]) -> int:
 
 def _beta(arguments: list[str]) -> int:
     """Propose the beta of a slow momentum and say why."""
-    import tyro
+    from thinwire.maths.propose import propose_beta
+    from thinwire.tools.command_flags import BetaFlags
+    from thinwire.tools.flags import parse_flags
 
-    from thinwire.optim.propose import propose_beta
-
-    def flags(K: int, /, *, steps: int | None = None, retention: float = 0.9) -> str:
-        """Propose the decay (beta) of the slow momentum of mt-dao, so that what workers agreed on outlives a period.
-
-        Args:
-            K: steps between two averages of the momentum.
-            steps: length of the run; a momentum must be faster than that.
-            retention: how much of the agreed momentum should be left after K steps.
-        """
-        return propose_beta(K, retention=retention, steps=steps).explanation
-
-    print(tyro.cli(flags, prog="thinwire beta", args=arguments))
+    flags = parse_flags(BetaFlags, "beta", arguments)
+    print(propose_beta(flags.K, retention=flags.retention, steps=flags.steps).explanation)
     return 0
 
 

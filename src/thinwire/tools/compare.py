@@ -93,7 +93,7 @@ def is_finished(run: Run, runner: Runner) -> bool:
         raise ConfigError(f"{run.folder} holds a run of {was}, now it is {now}; choose another --out")
     about = about_run(described)
     if about.get("arm") != run.arm:
-        raise ConfigError(f"{run.folder} holds a run of the arm {about.get('arm')!r}, not of {run.arm!r}; choose another --out")
+        raise ConfigError(f"{run.folder} holds a run of {about.get('arm')!r}, not of {run.arm!r}; choose another --out")
     was = {name: about[name] for name in ("place", "bandwidth", "down", "latency", "step_time") if name in about}
     if was != {"place": runner.name, **runner.about}:
         told = [", ".join(map(str, words.values())) for words in (was, {"place": runner.name, **runner.about})]

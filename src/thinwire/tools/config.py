@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import platform
@@ -11,16 +10,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
 from functools import cache
-from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
 import thinwire
 from thinwire.errors import ConfigError, check_not_negative, check_whole_number
-
-ALONE = "alone"
+from thinwire.tools.names import FIXED, OF_PAPERS, check_algorithm
 
 Inner = Literal["adamw", "adam", "sgd", "momentum", "muon", "qhadam", "qhadopt", "qhm", "qhmuon", "low-rank"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -29,6 +26,11 @@ Device = Literal["auto", "cpu", "cuda"]
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Everything that decides the result of a run."""
+
+    rare: ClassVar[frozenset[str]] = frozenset(  # only `--help-all` shows them
+        {"shards", "lr_warmup", "lr_final", "qh_betas", "qh_omegas", "qh_lives", "beta2", "qh_warmup", "qh_lr_scale", "warm_lr"}
+        | {"clip_norm", "weight_decay", "non_iid", "device"}
+    )
 
     algorithm: str = "diloco"
     """Which method; `thinwire algorithms` lists them, `thinwire train --algorithm NAME --help` shows its settings."""
@@ -49,9 +51,7 @@ class RunConfig:
     lr_final: float = 0.1
     """Where the cosine decay of the learning rate ends, as a part of the peak; 1 keeps it constant."""
     inner: Inner | None = None
-    """Inner optimizer, where there is one: adamw (betas 0.9, 0.95), adam, sgd, momentum (SGD, Nesterov momentum 0.9), muon (of
-    matrices, adamw of the rest), with slow momenta qhadam, qhadopt, qhm, qhmuon, or low-rank (LoRDO's on one worker). By
-    default adamw, and qhadam for mt-dao."""
+    """Optimizer of the local steps, where there are any; by default adamw, and qhadam for mt-dao. docs/cli.md has them all."""
     qh_betas: tuple[float, ...] | None = None
     """Of the momenta of the qh* optimizers; by default one that suits the period, see `thinwire beta`."""
     qh_omegas: tuple[float, ...] | None = None
@@ -59,11 +59,9 @@ class RunConfig:
     qh_lives: float = 0.0
     """Let those momenta grow slow with the run: at step t a half-life is at most t / qh-lives; 0 has them slow at once."""
     beta2: float | None = None
-    """Of the second moment; by default 0.95 and for slow momenta at least the square of their beta, of adam 0.999, of qhadopt
-    0.9999."""
+    """Decay of the second moment; by default 0.95, of adam 0.999, of qhadopt 0.9999, of the other qh* at least beta squared."""
     qh_warmup: int | None = None
-    """Steps that the qh* optimizers take without quasi-hyperbolic terms (beta 0.9, omega 1) before they switch to slow momenta;
-    by default those of the warm start."""
+    """Steps with beta 0.9 and omega 1 before the qh* optimizers switch to slow momenta; by default those of the warm start."""
     qh_lr_scale: float = 1.0
     """Multiplies the learning rate after that switch."""
     warm_start: int = 0
@@ -122,15 +120,6 @@ class RunConfig:
         return peak * (self.lr_final + (1 - self.lr_final) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-# Names of the command line that stand for a class method of an algorithm: the settings of a paper.
-_OF_PAPERS = {
-    "des-loc": ("mt-dao", "des_loc"),
-    "demo-v1": ("demo", "v1"),
-    "demo-v2": ("demo", "v2"),
-    "sparseloco": ("decoupled-diloco", "sparseloco"),
-}
-
-
 @cache
 def presets() -> dict[str, tuple[str, dict[str, Any]]]:
     """Names that stand for an algorithm with some of its settings fixed; "wire" is what it sends, "inner" its inner optimizer.
@@ -140,13 +129,8 @@ def presets() -> dict[str, tuple[str, dict[str, Any]]]:
     from thinwire.algorithms import found  # here, since it brings torch
 
     run = {f.name for f in fields(RunConfig)}
-    named: dict[str, tuple[str, dict[str, Any]]] = {
-        "ddp": ("data-parallel", {}),
-        ALONE: ("data-parallel", {}),  # around a link of one worker
-        "local-adam": ("mt-dao", {"inner": "adamw"}),
-        "local-adam-nesterov": ("mt-dao", {"inner": "adamw", "outer_momentum": 0.7}),
-    }
-    for name, (algorithm, method) in _OF_PAPERS.items():
+    named: dict[str, tuple[str, dict[str, Any]]] = dict(FIXED)
+    for name, (algorithm, method) in OF_PAPERS.items():
         given = getattr(found()[algorithm], method).__func__(_settings_of, None, None)
         fixed = {"inner": "adamw"} if algorithm == "mt-dao" else {}
         fixed |= {setting: value for setting, value in given.items() if setting not in run and setting != "codec"}
@@ -163,12 +147,9 @@ def resolve_algorithm(name: str, known: Mapping[str, Any]) -> tuple[str, dict[st
     """The algorithm behind a name of the command line, and the settings that the name fixes."""
     if name in presets():
         return presets()[name]
-    if name in known:
-        return name, {}
-    names = sorted({*known, *presets()})
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    raise ConfigError(f"unknown algorithm {name!r}{hint}: choose from {', '.join(names)}")
+    if name not in known:
+        check_algorithm(name)
+    return name, {}
 
 
 # --- run.toml ------------------------------------------------------------------------------------------------------------
@@ -179,10 +160,13 @@ MAY_CHANGE = {"steps", "workers", "eval_every"}
 
 def versions() -> dict[str, str]:
     """What the result may depend on besides the settings."""
+    import numpy as np  # here, since torch takes seconds; their metadata may be missing where they were built from source
+    import torch
+
     return {
         "thinwire": thinwire.__version__,
-        "torch": metadata.version("torch"),
-        "numpy": metadata.version("numpy"),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
     }

@@ -9,13 +9,15 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
+from rich.text import Text
 
 from thinwire.network import show_bytes
 from thinwire.tools.config import write_whole
@@ -43,10 +45,9 @@ class Display:
             TextColumn("[bold]{task.description}"),
             BarColumn(),
             TextColumn("{task.completed}/{task.total}"),
-            TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(),
         ]
-        self._live = ProgressBar(*columns, console=self.console) if self.console.is_terminal else None
+        self._live = _TwoLines(*columns, console=self.console) if self.console.is_terminal else None
         self._task: TaskID | None = None
         self._last_line = time.monotonic()
         self._validation = ""
@@ -92,6 +93,15 @@ class Display:
         waiting = 100 * progress.waiting / progress.seconds if progress.seconds > 0 else 0.0
         rate = f" {speed:,.0f} {self.unit}/s" if items else ""
         return f"loss {progress.loss:.4f}{self._validation}{rate} sent {show_bytes(progress.sent)} waiting {waiting:.0f}%"
+
+
+class _TwoLines(ProgressBar):
+    """A bar, and below it the figures: beside it they would not fit a terminal of 80 columns."""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        for task in self.tasks:
+            yield self.make_tasks_table([task])
+            yield Text(task.fields["figures"], no_wrap=True, overflow="ellipsis")
 
 
 class MetricsFile:

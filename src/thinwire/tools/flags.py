@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import typing
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from thinwire.algorithms import found
-from thinwire.tools.config import RunConfig, resolve_algorithm
-from thinwire.tools.settings import as_dict, settings_class
+from thinwire.errors import ConfigError, check_choice
+from thinwire.tasks import check_name
+from thinwire.tools.config import RunConfig, read_run_toml, resolve_algorithm
+from thinwire.tools.names import check_algorithm, check_settings
 
+F = TypeVar("F")
 _ABOUT = {
     "train": "Train with real worker processes: started here, or joined under torchrun.",
     "sim": "Train on simulated workers and report the time that a network of your choice would take.",
@@ -24,6 +28,8 @@ _ABOUT = {
 @dataclass(frozen=True, kw_only=True)
 class NoFlags:
     """Of a run that is only described."""
+
+    rare: ClassVar[frozenset[str]] = frozenset()
 
 
 def parse_run(
@@ -38,22 +44,25 @@ def parse_run(
         saved: defaults, where not those of `RunConfig`.
         about: more for the help.
     """
+    from thinwire.algorithms import found  # here, since it brings torch
+    from thinwire.tools.settings import as_dict, settings_class
+
     base = saved or RunConfig()
     chosen = peek(arguments, "--algorithm") or base.algorithm
     algorithms = found()
     name, fixed = resolve_algorithm(chosen, algorithms)
-    own = settings_class(algorithms[name], {**fixed, **(base.settings if chosen == base.algorithm else {})})
-
-    def flags(
-        run: RunConfig = replace(base, algorithm=chosen, settings={}),  # noqa: B008
-        settings: own = own(),  # type: ignore[valid-type] # noqa: B008
-        place: flags_type = flags_type(),  # type: ignore[valid-type] # noqa: B008
-    ) -> tuple[RunConfig, Any, Any]:
-        return run, settings, place
-
-    flags.__annotations__ = {"run": RunConfig, "settings": own, "place": flags_type}
+    types = {
+        "run": RunConfig,
+        "settings": settings_class(algorithms[name], {**fixed, **(base.settings if chosen == base.algorithm else {})}),
+        "place": flags_type,
+    }
+    defaults = {"run": replace(base, algorithm=chosen, settings={})}
+    if wants_help(arguments):
+        types, defaults = {group: for_help(cls, arguments) for group, cls in types.items()}, {}
+        about += "" if HELP_ALL in arguments else f"`{HELP_ALL}` shows the other flags too. "
+        arguments = [f"--algorithm={chosen}", "--help"]
     run, settings, place = tyro.cli(
-        flags,
+        _groups(types, defaults),
         prog=f"thinwire {command}",
         description=f"{_ABOUT[command]} {about}Settings of {chosen}: {first_line(algorithms[name])}",
         args=arguments,
@@ -62,6 +71,139 @@ def parse_run(
     config = replace(run, settings=as_dict(settings), data=_absolute(run.data))
     config.validate()
     return config, place
+
+
+def _groups(types: dict[str, Any], defaults: dict[str, Any]) -> Callable[..., tuple[Any, ...]]:
+    """What tyro is to fill: one argument for each group of flags, an instance of its type."""
+
+    def filled(**groups: Any) -> tuple[Any, ...]:
+        return tuple(groups[name] for name in types)
+
+    given = {name: defaults.get(name, cls()) for name, cls in types.items()}
+    kinds = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=given[n], annotation=types[n]) for n in types]
+    filled.__signature__ = inspect.Signature(kinds)
+    filled.__annotations__ = dict(types)
+    return filled
+
+
+def first_look(command: str, arguments: list[str], flags_type: Any) -> tuple[RunConfig, Any]:
+    """Refuse what is wrong about a run as far as that can be seen without torch; `parse_run` sees the rest.
+
+    Args:
+        command: which command the arguments were given to.
+        arguments: the words after it.
+        flags_type: a frozen dataclass, as for `parse_run`.
+
+    Returns:
+        The run without the settings of its method, and the flags beside it.
+    """
+    base = saved_config(arguments) or RunConfig()
+    chosen = peek(arguments, "--algorithm") or base.algorithm
+    check_algorithm(chosen)
+    types = {"run": RunConfig, "place": flags_type}
+    for f, kind in [(f, kind) for cls in types.values() for f, kind in typing.get_type_hints(cls).items()]:
+        _check_choice(f, kind, peek(arguments, f"--{f.replace('_', '-')}"))
+    (run, place), rest = tyro.cli(
+        _groups(types, {"run": replace(base, algorithm=chosen, settings={})}),
+        prog=f"thinwire {command}",
+        args=arguments,
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+        return_unknown_args=True,
+    )
+    known = [f.name for cls in types.values() for f in fields(cls)]
+    check_settings(chosen, [word for word in rest if word.startswith("--")], command=command, others=known)
+    check_name(run.task)
+    run.validate()
+    return run, place
+
+
+def _check_choice(name: str, kind: Any, given: str | None) -> None:
+    """Raise a `ConfigError` for a word that is none of those to choose from."""
+    choices = [word for k in (kind, *typing.get_args(kind)) if typing.get_origin(k) is Literal for word in typing.get_args(k)]
+    if choices and given is not None:
+        check_choice(name, given, choices)
+
+
+def saved_config(arguments: list[str]) -> RunConfig | None:
+    """The config of the run that --resume names; None without it."""
+    if "--resume" not in arguments or wants_help(arguments):
+        return None
+    out = peek(arguments, "--out")
+    if out is None:
+        raise ConfigError("--resume needs --out FOLDER, the folder of the run to go on with")
+    path = Path(out) / "run.toml"
+    if not path.is_file():
+        raise ConfigError(f"nothing to resume: {path} does not exist")
+    return read_run_toml(path)
+
+
+# --- Help ----------------------------------------------------------------------------------------------------------------
+
+HELP_ALL = "--help-all"
+
+
+def wants_help(arguments: list[str]) -> bool:
+    """Whether help is asked for, of the usual flags or of all."""
+    return bool({"-h", "--help", HELP_ALL} & set(arguments))
+
+
+def parse_flags(cls: type[F], command: str, arguments: list[str]) -> F:
+    """The flags of a command that describes no run.
+
+    Args:
+        cls: a frozen dataclass of them.
+        command: for the help and for errors.
+        arguments: the words after it.
+    """
+    if not wants_help(arguments):
+        return tyro.cli(cls, prog=f"thinwire {command}", args=arguments)
+    more = f" `{HELP_ALL}` shows the other flags too." if _rare(cls) and HELP_ALL not in arguments else ""
+    about = f"{first_line(cls)}{more}"
+    return tyro.cli(for_help(cls, arguments), prog=f"thinwire {command}", description=about, args=["--help"])
+
+
+def for_help(cls: type[F], arguments: list[str]) -> type[F]:
+    """The dataclass as its help should show it: plain names of types, defaults that can be read, nothing rare unless asked.
+
+    Args:
+        cls: a frozen dataclass of flags.
+        arguments: of the command, for whether all flags are asked for.
+    """
+    hints = typing.get_type_hints(cls, include_extras=True)
+    hidden = frozenset() if HELP_ALL in arguments else _rare(cls)
+    shown: list[Any] = []
+    for f in fields(cls):  # type: ignore[arg-type]
+        how = tyro.conf.arg(metavar=_plain(hints[f.name]), help_behavior_hint=_default)
+        kind = tyro.conf.Suppress[hints[f.name]] if f.name in hidden else Annotated[hints[f.name], how]
+        shown.append((f.name, kind, field(default=f.default, default_factory=f.default_factory)))
+    return make_dataclass(cls.__name__, shown, bases=(cls,), frozen=True, kw_only=True)
+
+
+def _rare(cls: type) -> frozenset[str]:
+    return getattr(cls, "rare", frozenset())
+
+
+def _plain(kind: Any) -> str | None:
+    """What to type in for a type: INT, FLOAT ..., or the names to choose from; nothing for a switch."""
+    while typing.get_origin(kind) is Annotated:
+        kind = typing.get_args(kind)[0]
+    if typing.get_origin(kind) is Literal:
+        return "|".join(map(str, typing.get_args(kind)))
+    if typing.get_origin(kind) is tuple:
+        return f"{_plain(typing.get_args(kind)[0])} ..."
+    options = [_plain(k) for k in typing.get_args(kind) if k is not type(None)]
+    if options:
+        return "|".join(option for option in options if option)
+    return None if kind is bool else kind.__name__.upper()
+
+
+def _default(label: str) -> str:
+    """The default as help has it; what has none says in words what happens then."""
+    words = {"None": "", "''": "", "": "", "True": "(default: on)", "False": "(default: off)"}
+    return words.get(label, f"(default: {label})")
+
+
+# --- Words ---------------------------------------------------------------------------------------------------------------
 
 
 def one_or_each(text: str, parse: Callable[[str], float]) -> float | tuple[float, ...]:

@@ -33,7 +33,7 @@ def launch(folder: Path, processes: int, *, timeout: float, resume: bool, checkp
 
     Raises:
         RunFailed: when a worker failed.
-        KeyboardInterrupt: on Ctrl-C, after all workers were ended.
+        KeyboardInterrupt: on Ctrl-C, after all workers were ended; it says where the run is and how to go on.
     """
     store, places = host_job(processes)
     environment = os.environ | worker_environment(timeout, resume=resume, checkpoint_every=checkpoint_every)
@@ -42,7 +42,10 @@ def launch(folder: Path, processes: int, *, timeout: float, resume: bool, checkp
         for place in places:
             command = [sys.executable, "-m", "thinwire.tools.worker", str(folder)]
             workers.append(subprocess.Popen(command, env=environment | place))
-        failure = see_through(workers, patience=timeout + 10)
+        try:
+            failure = see_through(workers, patience=timeout + 10)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"the run is in {folder}; {_how_to_go_on(folder)}") from None
     del store  # until here it served them
     if failure and failure.code == EXIT_NOT_SAVED:
         raise RunFailed("the run ended, but could not be saved whole: its result and the reason are above")
@@ -63,5 +66,5 @@ def worker_environment(timeout: float, *, resume: bool, checkpoint_every: int) -
 def _how_to_go_on(folder: Path) -> str:
     saved = checkpoint.finished(folder / "checkpoints")
     if not saved:
-        return "there is no checkpoint yet"
+        return f"there is no checkpoint yet, so this starts again: thinwire train --resume --out {folder}"
     return f"the last checkpoint is of step {checkpoint.step_of(saved[-1])}: thinwire train --resume --out {folder}"

@@ -122,14 +122,25 @@ def cells(job: Measured) -> tuple[str, ...]:
     )
 
 
+def in_words(job: Measured) -> str:
+    """What a job took and sent, in one sentence."""
+    seconds, step, waiting, computing, metered, interface, headers, ratio = cells(job)
+    time = f"the job took {seconds} s"
+    if step != _NONE:
+        time += f", a training step {step} s, of which {computing} computing and {waiting} waiting for messages"
+    sent = f"the workers' interfaces sent {interface}, of which {headers} headers"
+    if metered != _NONE:
+        sent += f"; the workers metered {metered} of messages, and without headers the interfaces sent {ratio} times that"
+    return f"{time}; {sent}"
+
+
 def show_measured(jobs: list[Measured], console: Console) -> None:
     """Print all jobs: as a table, or line by line where there is no terminal."""
     if not jobs:
         return
     if not console.is_terminal:
         for job in jobs:
-            row = ", ".join(f"{column} {cell}" for column, cell in zip(COLUMNS, cells(job), strict=True))
-            print(f"{job.speed}: {row}")
+            print(f"{job.speed}: {in_words(job)}")
         return
     table = Table(title=f"{len(jobs[0].rates)} workers in the lab", title_justify="left")
     table.add_column("speed", no_wrap=True)

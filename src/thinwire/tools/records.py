@@ -56,7 +56,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One finished run.
+    """One run, finished unless `unfinished` says so.
 
     Attributes:
         arm: the name under which its seeds are taken together.
@@ -88,6 +88,11 @@ class Record:
         return math.nan if value is None else value
 
     @property
+    def unfinished(self) -> bool:
+        """Whether it was interrupted, or is still running."""
+        return bool(self.figures.get("unfinished"))
+
+    @property
     def key(self) -> str:
         """Equal for two records of the same run: they are no two samples."""
         return json.dumps([self.arm, self.place, asdict(self.config)], sort_keys=True, default=str)
@@ -101,13 +106,14 @@ class Record:
 # --- From a run folder ---------------------------------------------------------------------------------------------------
 
 
-def record_of(folder: Path, *, arm: str | None = None, place: str | None = None) -> Record:
+def record_of(folder: Path, *, arm: str | None = None, place: str | None = None, unfinished: bool = False) -> Record:
     """The record of the finished run in `folder`.
 
     Args:
         folder: has run.toml, summary.json and metrics.jsonl.
         arm: by default what run.toml says, or the name of the algorithm.
         place: by default what run.toml says, or "simulated" or "processes" as the summary has it.
+        unfinished: take a run that is not finished as far as it went, under a name that says so.
 
     Raises:
         ConfigError: where the run is not finished, or a file is damaged.
@@ -115,21 +121,24 @@ def record_of(folder: Path, *, arm: str | None = None, place: str | None = None)
     config = read_run_toml(folder / "run.toml")
     tables = tomllib.loads((folder / "run.toml").read_text(encoding="utf-8"))
     about = tables.get("about", {})
-    if not (folder / "summary.json").is_file():
-        raise ConfigError(f"{folder} is not finished: it has no summary.json")
     try:
-        figures = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        missing = {"workers", "parameters", "step", "shards"} - figures.keys()
-        lines = _whole_lines(folder / "metrics.jsonl")
+        figures = _figures(folder, config)
+        so_far = "unfinished" in figures
+        missing = {"workers", "step", "shards", *(() if so_far else ("parameters",))} - figures.keys()
+        lines = _whole_lines(folder / "metrics.jsonl") if figures else []
         curve = thinned([_point(line) for line in lines if line.get("step", math.inf) <= figures.get("step", 0)])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
         raise ConfigError(f"{folder} is damaged: {cause}") from cause
+    if not figures:
+        raise ConfigError(f"{folder} has no step yet")
     if missing:
         raise ConfigError(f"{folder} is damaged: its summary.json has no {', '.join(sorted(missing))}")
-    if figures["step"] < config.steps:  # the summary of a run that was told to go on since
-        raise ConfigError(f"{folder} is not finished: it has {figures['step']} of {config.steps} steps")
+    if so_far and not unfinished:
+        lost = "" if (folder / "summary.json").is_file() else " and no summary.json"
+        raise ConfigError(f"{folder} is not finished: it has {figures['step']} of {config.steps} steps{lost}")
+    name = arm or str(about.get("arm", config.algorithm))
     return Record(
-        arm=arm or str(about.get("arm", config.algorithm)),
+        arm=f"{name} (unfinished, step {figures['step']} of {config.steps})" if so_far else name,
         config=config,
         command=f"thinwire {about['command']}" if "command" in about else "",
         place=place or str(about.get("place") or ("simulated" if figures.get("simulated") else "processes")),
@@ -139,6 +148,20 @@ def record_of(folder: Path, *, arm: str | None = None, place: str | None = None)
         cores=int(about.get("cores", 0)),
         date=str(about.get("started", "")),
     )
+
+
+def _figures(folder: Path, config: RunConfig) -> dict[str, Any]:
+    """What summary.json has. Of a run that is not finished, or was told to go on since, what its last steps say; {} of none."""
+    summary = folder / "summary.json"
+    figures = json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else {}
+    if figures and figures.get("step", config.steps) >= config.steps:
+        return figures
+    lines = _whole_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
+    if not lines or lines[-1].get("step", 0) < figures.get("step", 0):
+        return {**figures, "unfinished": True} if figures else {}
+    evaluated = next((line for line in reversed(lines) if "val_loss" in line), {})
+    validation = {name: value for name, value in evaluated.items() if name.startswith("val_")}
+    return {**lines[-1], **validation, "workers": config.workers or 2, "shards": config.shards, "unfinished": True}
 
 
 def thinned(points: Sequence[Point], *, most: int = POINTS) -> tuple[Point, ...]:
@@ -268,13 +291,14 @@ def _config(values: dict[str, Any]) -> RunConfig:
 # --- From anything -------------------------------------------------------------------------------------------------------
 
 
-def read_records(path: Path, *, note: Note = log.warning) -> list[Record]:
+def read_records(path: Path, *, note: Note = log.warning, unfinished: bool = False) -> list[Record]:
     """All finished runs in a run folder, in a folder of such folders, or in a file of records.
 
     Args:
         path: the folder or file. Of a folder all run folders below it are read, then its records.jsonl for those runs whose
             folders are gone.
         note: is told what was left out, and why.
+        unfinished: take runs that are not finished too, as far as they went.
 
     Raises:
         ConfigError: where there is no such path.
@@ -290,7 +314,7 @@ def read_records(path: Path, *, note: Note = log.warning) -> list[Record]:
         if "run.toml" in files:
             below.clear()  # a run folder has no other run in it
             try:
-                records.append(record_of(Path(folder)))
+                records.append(record_of(Path(folder), unfinished=unfinished))
             except ConfigError as error:
                 note(f"left out: {error}")
     lines = [record for file in kept for record in _from_lines(file, note)]

@@ -14,10 +14,11 @@ from rich.console import Console
 from thinwire import checkpoint
 from thinwire.errors import ConfigError
 from thinwire.network import Network, parse_bandwidth, parse_duration
-from thinwire.tools.config import ALONE, RunConfig, about_run, read_run_toml
+from thinwire.tools.config import RunConfig, about_run, read_run_toml
 from thinwire.tools.flags import one_or_each
 from thinwire.tools.lab import Lab
 from thinwire.tools.launch import launch, worker_environment
+from thinwire.tools.names import ALONE
 from thinwire.tools.simulate import simulate
 from thinwire.tools.start import refuse_what_ddp_ignores
 

@@ -14,9 +14,7 @@ import tyro
 from thinwire.core.optimizer import Algorithm
 from thinwire.core.policy import Policy
 from thinwire.schedules import Schedule
-
-# Not typed in, or settings that every run has.
-_NOT_FLAGS = {"self", "inner", "params", "link", "codec", "policy", "defaults", "lr", "weight_decay", "clip_norm"}
+from thinwire.tools.names import NOT_FLAGS
 
 
 def settings_class(cls: type[Algorithm], fixed: Mapping[str, Any]) -> type:
@@ -32,9 +30,15 @@ def settings_class(cls: type[Algorithm], fixed: Mapping[str, Any]) -> type:
     for name, default in _defaults(cls).items():
         kind = _flag_type(types.get(name) or typing.get_type_hints(Policy)[name])
         if kind is not None:
-            annotated = Annotated[kind, tyro.conf.arg(help=described.get(name, ""))]
+            annotated = Annotated[kind, tyro.conf.arg(help=_for_a_flag(described.get(name, "")))]
             made.append((name, annotated, field(default=fixed.get(name, default))))
-    return make_dataclass(f"{cls.__name__}Settings", made, frozen=True, kw_only=True)
+    rare = {"rare": frozenset(f.name for f in fields(Policy))}  # only `--help-all` shows what to do when something goes wrong
+    return make_dataclass(f"{cls.__name__}Settings", made, frozen=True, kw_only=True, namespace=rare)
+
+
+def _for_a_flag(text: str) -> str:
+    """The words of a docstring without what only Python can be given."""
+    return re.sub(r"[,;] or a `Schedule`", "", text)
 
 
 def as_dict(settings: Any) -> dict[str, Any]:
@@ -47,7 +51,7 @@ def _defaults(cls: type[Algorithm]) -> dict[str, Any]:
     """Keyword settings of the class and the policies of all algorithms, with their defaults."""
     own = inspect.signature(cls.__init__).parameters
     base = {f.name: f.default for f in fields(Policy)}
-    defaults = {n: p.default for n, p in own.items() if n not in _NOT_FLAGS and p.default is not p.empty}
+    defaults = {n: p.default for n, p in own.items() if n not in NOT_FLAGS and p.default is not p.empty}
     return defaults | {n: default for n, default in base.items() if n not in defaults}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,24 +12,8 @@ import torch
 from thinwire.errors import ConfigError
 from thinwire.links import SoloLink
 from thinwire.tools.build import check_total, device_of, optimizer_of, task_of
+from thinwire.tools.command_flags import TrainFlags
 from thinwire.tools.config import RunConfig, about_run, check_same_run, new_folder, now, read_run_toml, write_run_toml
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainFlags:
-    """Where a run lives and how it is kept safe; does not change its result."""
-
-    join: str | None = None
-    """Take part in the run at this address as one worker, started alone; its settings come from there, and the flags are
-    others: `thinwire train --join URL --help`."""
-    out: str | None = None
-    """The run folder; by default runs/ALGORITHM-TASK-TIME."""
-    resume: bool = False
-    """Go on from the last checkpoint of the run in --out, with the settings it was started with."""
-    checkpoint_every: int = 50
-    """Steps between checkpoints; 0 for none."""
-    timeout: str = "120s"
-    """How long a worker waits for the others before it gives up and names who is missing; longer than an evaluation."""
 
 
 def claim_folder(config: RunConfig, flags: TrainFlags, *, where: str | None = None) -> Path:

@@ -10,7 +10,8 @@ from typing import Any
 from thinwire import network
 from thinwire.errors import ThinwireError
 from thinwire.network import show_bytes
-from thinwire.tools.config import ALONE, write_whole
+from thinwire.tools.config import write_whole
+from thinwire.tools.names import ALONE
 from thinwire.tools.train import Progress, Trainer
 
 

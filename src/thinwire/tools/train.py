@@ -15,14 +15,16 @@ from torch import nn
 from thinwire import checkpoint
 from thinwire.core.gates import handshake, tell_all
 from thinwire.core.optimizer import Algorithm
-from thinwire.core.wrapper import Wrapper
+from thinwire.core.phases import at_work
 from thinwire.errors import CheckpointError, ConfigError, NonFiniteRound, TrainingDiverged
 from thinwire.links import Link, Metered, SoloLink, TorchLink
 from thinwire.links.ddp import MeteredDDP
 from thinwire.payload import Payload
 from thinwire.tasks.task import Task
-from thinwire.tools.build import check_total, clips_itself, device_of, optimizer_of, take_over, task_of, warm_optimizer_of
-from thinwire.tools.config import ALONE, RunConfig
+from thinwire.tools.build import check_total, clips_itself, device_of, optimizer_of, task_of, warm_start_of
+from thinwire.tools.config import RunConfig
+from thinwire.tools.names import ALONE
+from thinwire.warm_start import WarmStart
 
 log = logging.getLogger("thinwire")
 
@@ -105,8 +107,11 @@ class Trainer:
         own = replace(config, clip_norm=0.0) if self.ddp else config  # gradients are averaged before the optimizer sees them
         # DDP exchanges by itself; "alone" is the control that trains without a wire.
         self.wire = SoloLink() if self.ddp or config.algorithm == ALONE else self.link
-        self.warm = config.warm_start > 0 and not self.ddp
-        self.optimizer = self._new_optimizer(own)
+        self.optimizer: Algorithm | WarmStart
+        if config.warm_start > 0 and not self.ddp:
+            self.optimizer = warm_start_of(config, self.model, self.link, wire=self.wire)
+        else:
+            self.optimizer = optimizer_of(own, self.model, self.wire)
         if part[1] > 1 and (rows := len(self.task.batch(0, 1)[0])) % part[1]:
             raise ConfigError(f"a batch of {rows} does not divide among {part[1]} shards: choose another --batch or --shards")
         check_total(self.optimizer, config.steps)
@@ -145,8 +150,6 @@ class Trainer:
         while self.step < config.steps:
             loss = self._one_step(self.step + 1)
             last = self.step >= config.steps
-            if self.warm and self.step == config.warm_start:
-                self._end_warm_start()
             if last:
                 self.optimizer.finish()
             # Workers of different pace are at the same step only where a round has just ended.
@@ -182,33 +185,12 @@ class Trainer:
         loss.backward()
         if self.ddp and (culprits := self.ddp.backward_done()):
             self._refuse(culprits)
-        if self.config.clip_norm and (self.ddp or not clips_itself(type(self.optimizer))):
+        if self.config.clip_norm and (self.ddp or not clips_itself(type(at_work(self.optimizer)))):
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step = self.optimizer.steps
         return loss.detach()
-
-    def _new_optimizer(self, config: RunConfig) -> Algorithm:
-        if self.warm:
-            return warm_optimizer_of(config, self.model, self.link)
-        return optimizer_of(config, self.model, self.wire)
-
-    def _end_warm_start(self) -> None:
-        """The method takes over from synchronous steps: its inner optimizer goes on where it is."""
-        before, self.warm = self.optimizer, False
-        assert isinstance(before, Wrapper)
-        self.optimizer = optimizer_of(self.config, self.model, self.wire, inner=before.inner)
-        take_over(self.optimizer, before)
-        check_total(self.optimizer, self.config.steps)
-
-    def _be_at(self, step: int) -> None:
-        """Have the optimizer that a checkpoint of this step was written with: that of the warm start, or the method's."""
-        warm = step < self.config.warm_start
-        if warm and not self.warm:
-            self.optimizer, self.warm = warm_optimizer_of(self.config, self.model, self.link), True
-        elif self.warm and not warm:
-            self._end_warm_start()
 
     def _refuse(self, culprits: list[int]) -> None:
         """What the finite gate does for every other method: DDP has averaged a NaN, so no worker takes this step."""
@@ -293,8 +275,6 @@ class Trainer:
         notes = []
         while True:  # a damaged one is passed over for the one before it
             path = saved.pop()
-            if self.config.warm_start and not self.ddp:
-                self._be_at(checkpoint.step_of(path))
             try:
                 resumed = checkpoint.load(path, self.model, self.optimizer, self.link.link)
                 break
@@ -341,7 +321,7 @@ class Trainer:
         self._before = -1.0
 
 
-def in_step(optimizer: Algorithm) -> bool:
+def in_step(optimizer: Algorithm | WarmStart) -> bool:
     """Whether all workers have taken the same number of steps now, as the counter has it."""
     return optimizer.pace is None or optimizer.pace.in_step(optimizer.steps)
 

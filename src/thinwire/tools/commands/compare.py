@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rich.text import Text
@@ -14,10 +14,12 @@ from rich.text import Text
 from thinwire.errors import ConfigError, check_whole_number
 from thinwire.network import parse_duration
 from thinwire.sharding.mesh import worker_count
+from thinwire.tools.arms import split_arguments, split_words
+from thinwire.tools.command_flags import CompareFlags
 from thinwire.tools.commands.report import terminal
 from thinwire.tools.compare import RECORDS, Run, run_all, run_folders
 from thinwire.tools.config import RunConfig, new_folder
-from thinwire.tools.flags import parse_run, peek
+from thinwire.tools.flags import parse_run, peek, wants_help
 from thinwire.tools.namespaces import check_machine
 from thinwire.tools.records import record_of
 from thinwire.tools.report.comparison import comparisons
@@ -28,41 +30,12 @@ from thinwire.tools.start import rehearse
 EXAMPLE = 'thinwire compare ddp demo "diloco --H 32" --task gpt-nano --workers 4 --seeds 3'
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompareFlags:
-    """Where the runs take place and are kept; does not change their results."""
-
-    seeds: str = "1"
-    """How many seeds each arm is run with, from 0 on; or the seeds themselves, separated by commas, such as 0,5,7."""
-    sim: bool = False
-    """Simulate the workers in one process, as `thinwire sim` does; else they are real processes on this machine."""
-    lab: bool = False
-    """Put each worker behind a real wire of --bandwidth, as `thinwire lab` does; needs root."""
-    bandwidth: str | None = None
-    """Of each worker's link in the simulator or in the lab, such as 100mbit; or one per worker, separated by commas."""
-    down: str | None = None
-    """Downward bandwidth where it differs, as on home links."""
-    latency: str | None = None
-    """Of one message in the simulator, such as 20ms."""
-    step_time: str | None = None
-    """Time of one local step in the simulator, such as 100ms; by default measured."""
-    jobs: int = 1
-    """How many simulated runs at once, one thread each."""
-    checkpoint_every: int = 50
-    """Steps between checkpoints of real runs, from which an unfinished one goes on; 0 for none."""
-    timeout: str = "120s"
-    """How long a real worker waits for the others."""
-    out: str | None = None
-    """Folder of the comparison; by default runs/compare-TIME. Given again, what is finished there is not run again."""
-
-
 def main(arguments: list[str]) -> int:
     """Check all arms, run what is not there yet, and show the table."""
-    first_flag = next((i for i, word in enumerate(arguments) if word.startswith("-")), len(arguments))
-    words, common = arguments[:first_flag], arguments[first_flag:]
-    if {"-h", "--help"} & set(common):
+    words, common = split_arguments(arguments)
+    if wants_help(common):
         about = f"Methods come first, each in quotes with flags of its own, and with a name where you like: {EXAMPLE}. "
-        parse_run("compare", ["--help"], CompareFlags, about=about)
+        parse_run("compare", common, CompareFlags, about=about)
     if not words:
         raise ConfigError(f"name the methods to compare before all flags: {EXAMPLE}")
     if worker_count(1) is not None:
@@ -86,8 +59,8 @@ def _compare(runs: list[Run], runner: Runner, flags: CompareFlags, *, again: lis
         raise ConfigError(f"cannot write the folder of the comparison {out}: {cause.strerror or cause}") from cause
     except KeyboardInterrupt:
         named = [] if flags.out else ["--out", str(out)]
-        console.print(Text(f"go on with: {shlex.join(['thinwire', 'compare', *again, *named])}"), soft_wrap=True)
-        raise
+        command = shlex.join(["thinwire", "compare", *again, *named])
+        raise KeyboardInterrupt(f"the runs are in {out}; go on with: {command}") from None
     failed = [failure.run for failure in failures]
     records = [record_of(run.folder) for run in runs if run not in failed]
     together = len({(run.config.steps, run.config.workers, run.config.batch, run.config.task) for run in runs}) > 1
@@ -112,48 +85,31 @@ def parse_arms(words: Sequence[str], common: Sequence[str]) -> tuple[dict[str, R
     """
     for flag, instead in (("--algorithm", "the words before all flags name the methods"), ("--seed", "give --seeds")):
         if peek(list(common), flag) is not None:
-            raise ConfigError(f"{flag} is not for all arms of a comparison: {instead}")
+            raise ConfigError(f"{flag} is not for all methods of a comparison: {instead}")
     configs: dict[str, RunConfig] = {}
     given: dict[str, CompareFlags] = {}
     for word in words:
-        name, algorithm, own = _arm(word)
+        name, algorithm, own = split_words(word)
         if name in configs:
-            raise ConfigError(f"two arms are called {name!r}: give one a name of its own, such as 'other = {algorithm} ...'")
+            raise ConfigError(f"two methods are called {name!r}: give one a name of its own, such as 'other = {algorithm} ...'")
         configs[name], given[name] = _parse_arm(name, algorithm, own, common)
-    shared = [flags for name, flags in given.items() if not _arm(words[list(given).index(name)])[2]]
+    shared = [flags for name, flags in given.items() if not split_words(words[list(given).index(name)])[2]]
     first = shared[0] if shared else next(iter(given.values()))
     for name, flags in given.items():
         if flags != first:
-            raise ConfigError(f"the arm {name!r} has a flag that is for the whole comparison: put it after the arms")
+            raise ConfigError(f"{name!r} has a flag that is for the whole comparison: put it after the methods")
     return configs, first
-
-
-def _arm(word: str) -> tuple[str, str, list[str]]:
-    """Name, algorithm and own flags of an arm."""
-    left, equals, right = word.partition(" = ")
-    named = bool(equals) and " -" not in left
-    try:
-        parts = shlex.split(right if named else word)
-    except ValueError as cause:
-        raise ConfigError(f"cannot read the arm {word!r}: {cause}") from cause
-    if not parts or (named and not left.strip()):
-        raise ConfigError(f"an arm is a method with flags of its own, such as 'diloco --H 32' or 'thin = demo', got {word!r}")
-    name = " ".join(left.split()) if named else " ".join(word.split())
-    for flag in ("--algorithm", "--seed"):
-        if peek(parts, flag) is not None:
-            raise ConfigError(f"an arm starts with its method, and seeds are those of --seeds, got {word!r}")
-    return name, parts[0], parts[1:]
 
 
 def _parse_arm(name: str, algorithm: str, own: list[str], common: Sequence[str]) -> tuple[RunConfig, CompareFlags]:
     try:
         return parse_run("compare", [*common, "--algorithm", algorithm, *own], CompareFlags)
     except ConfigError as error:
-        raise ConfigError(f"in the arm {name!r}: {error}") from error
+        raise ConfigError(f"in {name!r}: {error}") from error
     except SystemExit as error:
         if error.code == 2:  # tyro has said what is wrong, but not where
-            hint = "settings of one method belong to its arm, such as 'diloco --H 32'"
-            print(f"thinwire: the error above is for arm {name!r}: {hint}", file=sys.stderr)
+            hint = "a setting of one method is given with it, such as 'diloco --H 32'"
+            print(f"thinwire: the error above is in {name!r}: {hint}", file=sys.stderr)
         raise
 
 
@@ -214,4 +170,4 @@ def _check(run: Run, runner: Runner) -> None:
         runner.check(run.config)
         rehearse(run.config)
     except ConfigError as error:
-        raise ConfigError(f"in the arm {run.arm!r}: {error}") from error
+        raise ConfigError(f"in {run.arm!r}: {error}") from error

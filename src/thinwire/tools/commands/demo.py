@@ -1,111 +1,85 @@
-"""`thinwire demo`: the whole idea in two minutes. A small GPT, two real workers, every gradient sent or only a few messages."""
+"""`thinwire demo`: the whole idea in three minutes. A small GPT, two real workers, three methods, and a link that is thin."""
 
 from __future__ import annotations
 
-import os
-import shlex
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tyro
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
-from thinwire.errors import MissingDependency
-from thinwire.network import parse_bandwidth, show_bytes
-from thinwire.tools.config import RunConfig, new_folder, write_run_toml
-from thinwire.tools.launch import launch
-from thinwire.tools.link_time import seconds_on_link
-from thinwire.tools.records import Record, record_of
-from thinwire.tools.report import write_report
-from thinwire.tools.report.comparison import comparisons
-from thinwire.tools.summary import ddp_bytes
-from thinwire.tools.words import words_of
+from thinwire.errors import ConfigError, check_whole_number
+from thinwire.network import parse_bandwidth
+from thinwire.tools.config import new_folder
+from thinwire.tools.demo import STEPS
 
-# The baseline first, then the best method so far. Both with the learning rate that was best for them in a small search
-# (LOG.md), both from the same weights, on the same batches.
-DILOCO = {"H": 30, "outer_lr": 0.9, "outer_momentum": 0.5}
-EVAL_EVERY = 90  # a multiple of H: right after a round
-ARMS = (
-    ("torch DDP", RunConfig(algorithm="ddp", clip_norm=0.0)),  # the learning rates were chosen without clipping
-    ("DiLoCo, H=30", RunConfig(algorithm="diloco", settings=DILOCO, clip_norm=0.0)),
-)
+if TYPE_CHECKING:
+    from thinwire.tools.records import Record
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoFlags:
-    """Train a small GPT on real workers twice and compare loss and bytes."""
+    """Train a small GPT on real workers with three methods and compare loss, bytes on the wire and speed on a thin link."""
 
-    steps: int = 450
-    """Training steps of each worker."""
+    steps: int = STEPS
+    """Training steps of each worker; the learning rates were chosen for the default."""
     workers: int = 2
     """How many real processes."""
     bandwidth: str = "100mbit"
-    """The link for which the last column is computed."""
+    """The link on which a slice of each method is timed: really, where root and iproute2 allow it, else computed."""
     out: str | None = None
-    """Folder for the two runs; by default runs/demo-TIME."""
+    """Folder for the runs; by default runs/demo-TIME."""
+    open: bool = True
+    """Open the report in a browser where there is a desktop."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run both arms and print the table."""
+    """Train with every method, time a slice of each, print the table and write the report."""
     flags = tyro.cli(DemoFlags, prog="thinwire demo", args=arguments)
-    bandwidth = parse_bandwidth(flags.bandwidth)
-    console = Console()
+    parse_bandwidth(flags.bandwidth)
+    check_whole_number("steps", flags.steps)
+    check_whole_number("workers", flags.workers, least=2)
     folder = Path(flags.out or new_folder("demo"))
-    console.print(
-        "Training a GPT of 0.8 million parameters on the source of the Python library:\n"
-        f"{flags.workers} workers as real processes, {flags.steps} steps each, twice. First torch's\n"
-        "DistributedDataParallel sends every gradient, then DiLoCo sends one message\n"
-        f"every {DILOCO['H']} steps.\n",
-        highlight=False,
-    )
-    results = []
-    for title, arm in ARMS:
-        config = replace(arm, task="gpt-nano", steps=flags.steps, workers=flags.workers, eval_every=EVAL_EVERY)
-        config.validate()
-        place = folder / config.algorithm
-        place.mkdir(parents=True, exist_ok=True)
-        command = shlex.join(["train", *words_of(config)])
-        write_run_toml(place / "run.toml", config, command=command, arm=title, cores=os.cpu_count() or 0)
-        launch(place, flags.workers, timeout=120.0, resume=False, checkpoint_every=0)
-        results.append(record_of(place))
-    console.print()
-    console.print(_table(results, bandwidth, flags.bandwidth))
-    console.print(_verdict(results), highlight=False)
-    print(f"runs: {folder}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not an empty folder: choose another --out")
+    finished: list[Record] = []
     try:
-        write_report(comparisons(results), folder / "report.html", title="What is lost, what is gained")
-        print(f"report: {folder / 'report.html'}")
-    except MissingDependency as missing:
-        print(f"no report: {missing}, then thinwire report {folder}")
+        _demo(flags, folder, finished)
+    except KeyboardInterrupt:
+        print(f"\n{_stopped(folder, finished)}", file=sys.stderr)
+        return 130
     return 0
 
 
-def _table(results: list[Record], bandwidth: float, named: str) -> Table:
-    table = Table(title="What is lost, what is gained", title_justify="left")
-    table.add_column("method", no_wrap=True)
-    columns = ("validation loss", "sent per worker", "how much less", "time here", f"at {named}")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for record in results:
-        figures, sent = record.figures, record.figures["sent"]
-        seconds = seconds_on_link(record.curve, workers=figures["workers"], bandwidth=bandwidth)[-1]
-        table.add_row(
-            record.arm,
-            f"{figures['val_loss']:.3f}",
-            show_bytes(sent),
-            f"{ddp_bytes(figures) / sent:.0f}x" if sent else "-",
-            f"{figures['seconds']:.0f} s",
-            f"{seconds:.0f} s",
-        )
-    table.caption = f"at {named}: time computing here + time the bytes sent would take on such a link"
-    return table
+def _demo(flags: DemoFlags, folder: Path, finished: list[Record]) -> None:
+    """Show it; what was trained is added to `finished`."""
+    console = Console(highlight=False)
+    console.print("thinwire demo: starting, torch is being imported ...")
+    from thinwire.tools.demo.runs import arms_of, time_on_link, train  # here, since they bring torch
+    from thinwire.tools.demo.show import introduction, report, table_of, verdict
+
+    arms = arms_of(flags.steps, flags.workers)
+    console.print(Text(introduction(arms, flags.bandwidth)))
+    for number, arm in enumerate(arms, 1):
+        console.print(f"\n[bold]Training {number} of {len(arms)}")
+        finished.append(train(arm, folder, console))
+    console.print(f"\n[bold]A slice of each on a link of {flags.bandwidth}")
+    timing = time_on_link(arms, finished, flags.bandwidth, folder / "timed", console)
+    console.print()
+    console.print(table_of(finished, timing, flags.bandwidth))
+    console.print(Text(verdict(finished, timing, flags.bandwidth)))
+    if flags.steps != STEPS:
+        console.print(f"The settings were chosen for {STEPS} steps: after {flags.steps} the losses say little.")
+    print(f"runs: {folder}")
+    report(finished, folder, desktop=flags.open)
 
 
-def _verdict(results: list[Record]) -> str:
-    baseline, figures = (record.figures for record in results)
-    if not figures["sent"]:
-        return ""
-    less = baseline["sent"] / figures["sent"]
-    change = 100 * (figures["val_loss"] / baseline["val_loss"] - 1)
-    return f"\n{results[1].arm}: {less:.0f} times fewer bytes, validation loss {change:+.1f}%."
+def _stopped(folder: Path, finished: Sequence[Record]) -> str:
+    if not finished:
+        return "the demo was stopped by Ctrl-C before the first training had ended"
+    names = ", ".join(record.arm for record in finished)
+    return f"the demo was stopped by Ctrl-C; what was finished ({names}) is in {folder}: thinwire report {folder}"

@@ -10,20 +10,21 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.errors import ConfigError, LinkError, ThinwireError, WireError
+from thinwire.errors import ConfigError, LinkError, ThinwireError, WireError, how_to_install
 from thinwire.links import Link, connect, disconnect, host_job
 from thinwire.links.heartbeat import Heartbeat
 from thinwire.links.rendezvous import in_job
 from thinwire.network import parse_duration, show_bandwidth, show_bytes, show_seconds
+from thinwire.tools.command_flags import DoctorFlags, TrainFlags
 from thinwire.tools.config import write_whole
 from thinwire.tools.doctor import (
+    PARTS,
     Finding,
     Machine,
     Measurements,
@@ -37,31 +38,12 @@ from thinwire.tools.doctor import (
     plan_command,
     tell_each_other,
 )
-from thinwire.tools.flags import with_json_name
+from thinwire.tools.flags import parse_flags, with_json_name
 from thinwire.tools.plan import parse_count
 from thinwire.tools.ports import Port, advice, at_port, listening, of_job
 from thinwire.tools.processes import a_job, see_through
-from thinwire.tools.start import TrainFlags
 
 MOST_SHOWN = 8  # ranks of a matrix that fits a screen
-
-
-@dataclass(frozen=True, kw_only=True)
-class DoctorFlags:
-    """Check this machine, and measure bandwidth and latency between the ranks of a job, or between processes started here."""
-
-    workers: int = 2
-    """How many processes to start and measure, outside of a job; 1 for none."""
-    params: str | None = None
-    """Parameters of the model you want to train, such as 1.3b: warns where a timeout would be too short for it."""
-    timeout: str = "60s"
-    """How long to wait for a rank before it is called missing."""
-    backend: Literal["gloo", "nccl"] = "gloo"
-    """What to measure with."""
-    pid: int | None = None
-    """Only say which ports a job that runs on this machine has open, and to whom: the process that started it."""
-    json: str | None = None
-    """Write everything to this file as JSON; without a name, or as -, print that and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +88,7 @@ class Report:
 
 def main(arguments: list[str]) -> int:
     """Look, measure and report; 1 where something is broken."""
-    flags = tyro.cli(DoctorFlags, prog="thinwire doctor", args=with_json_name(arguments))
+    flags = parse_flags(DoctorFlags, "doctor", with_json_name(arguments))
     timeout = parse_duration(flags.timeout)
     if timeout <= 0:
         raise ConfigError(f"timeout must be above zero seconds, got {flags.timeout!r}")
@@ -283,12 +265,18 @@ def _show_machine(console: Console, machine: Machine) -> None:
         "cores": f"{machine.cores}, torch uses {machine.threads} of them (OMP_NUM_THREADS {machine.omp or 'not set'})",
         "network": ", ".join(f"{name} {at}" for name, at in machine.interfaces.items() if at) or "no address",
         "gloo": f"GLOO_SOCKET_IFNAME {machine.gloo_interface or 'not set'}, {machine.host} is {machine.address or 'unknown'}",
-        "extras": extras + (f"; not installed: {', '.join(missing)}" if missing else ""),
+        "extras": extras + (f"; not installed: {_how_to_get(missing)}" if missing else ""),
         "lab": f"thinwire lab cannot run: no {', '.join(lab)}" if lab else "root, ip and tc are there for thinwire lab",
         "disk": f"{show_bytes(machine.free)} free here",
     }
     for name, text in lines.items():
         console.print(f"{name:9} {text}")
+
+
+def _how_to_get(missing: list[str]) -> str:
+    """The packages that are missing, with the command that installs them where there is one."""
+    commands = {package: how_to_install(part) for part, packages in PARTS.items() for package in packages}
+    return ", ".join(f"{package} ({commands[package]})" if package in commands else package for package in missing)
 
 
 def _show_links(console: Console, measured: Measurements, ranks: int, where: str) -> None:
@@ -299,14 +287,14 @@ def _show_links(console: Console, measured: Measurements, ranks: int, where: str
             table.add_row(str(row), *(_cell(measured, row, column) for column in range(ranks)))
         console.print(table)
     a, b = measured.slowest
-    slowest = measured.pairs[a, b]
     console.print(
-        f"slowest: rank {a} with rank {b}, {show_bandwidth(slowest.bandwidth)} and {show_seconds(slowest.latency)} "
-        f"({show_bytes(slowest.nbytes)} swapped)"
+        f"slowest: rank {a} with rank {b}, {show_bandwidth(measured.pair_bandwidth)} "
+        f"({show_bytes(measured.pairs[a, b].nbytes)} swapped); the longest latency is {show_seconds(measured.pair_latency)}"
     )
+    expected = measured.network.seconds("mean", [measured.nbytes] * ranks)
     console.print(
-        f"all-reduce of {show_bytes(measured.nbytes)}: {show_seconds(measured.seconds)}, {show_bandwidth(measured.bandwidth)} "
-        f"per rank; {show_seconds(measured.hop)} a hop"
+        f"as a check, an all-reduce of {show_bytes(measured.nbytes)} took {show_seconds(measured.seconds)}; by these figures "
+        f"it should take {show_seconds(expected)}. They differ where cores or links are busy: then measure again"
     )
 
 

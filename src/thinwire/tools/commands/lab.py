@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -19,6 +18,7 @@ from thinwire.errors import ConfigError
 from thinwire.network import parse_bandwidth, parse_duration, show_bytes
 from thinwire.tools import namespaces as net
 from thinwire.tools.config import new_folder
+from thinwire.tools.flags import parse_flags
 from thinwire.tools.lab import Lab, LabError, check_command, find, take_down, unwinding
 from thinwire.tools.measured import Measured, read_figures, show_measured
 from thinwire.tools.subcommands import choose_command
@@ -110,7 +110,7 @@ class UpFlags:
 
 
 def _up(arguments: list[str]) -> int:
-    flags = tyro.cli(UpFlags, prog="thinwire lab up", args=arguments)
+    flags = parse_flags(UpFlags, "lab up", arguments)
     speeds = parse_speeds(flags.bandwidth, flags.down)
     if len(speeds) > 1:
         raise ConfigError(f"a lab that stays up has one speed; rates per worker are joined by colons, got {flags.bandwidth!r}")
@@ -136,7 +136,7 @@ class StatusFlags:
 
 
 def _status(arguments: list[str]) -> int:
-    tyro.cli(StatusFlags, prog="thinwire lab status", args=arguments)
+    parse_flags(StatusFlags, "lab status", arguments)
     labs = find()
     console = Console()
     table = Table("lab", "worker", "namespace", "address", "rate", "sent", "received", "processes")
@@ -183,7 +183,7 @@ class DownFlags:
 
 
 def _down(arguments: list[str]) -> int:
-    flags = tyro.cli(DownFlags, prog="thinwire lab down", args=arguments)
+    flags = parse_flags(DownFlags, "lab down", arguments)
     net.check_machine()
     names = sorted(net.namespaces()) if flags.all else [flags.name]
     removed = {name: take_down(name) for name in names}
@@ -223,7 +223,7 @@ class RunFlags:
 def _run(arguments: list[str]) -> int:
     end = _end_of_flags(arguments)
     command = arguments[end + 1 :]
-    flags = tyro.cli(RunFlags, prog="thinwire lab run", args=arguments[:end])
+    flags = parse_flags(RunFlags, "lab run", arguments[:end])
     if not command:
         raise ConfigError(
             "no command given; put it after `--`: thinwire lab run --bandwidth 10mbit -- thinwire train --steps 100"

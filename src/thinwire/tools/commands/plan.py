@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -16,50 +15,15 @@ from thinwire.errors import ConfigError
 from thinwire.network import Network, parse_bandwidth, parse_duration, show_bandwidth, show_bytes, show_seconds
 from thinwire.tools.advice import WARM_STEPS, Advice, Offer, Wishes, advise
 from thinwire.tools.build import task_of
+from thinwire.tools.command_flags import PlanFlags
 from thinwire.tools.config import RunConfig, write_whole
-from thinwire.tools.flags import one_or_each, with_json_name
-from thinwire.tools.plan import BACKWARD, GOODPUT, Cluster, gpt_like, on_meta, parse_count
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanFlags:
-    """What each method would cost on your link per step, and which one to take. Nothing is trained and nothing is sent."""
-
-    params: str | None = None
-    """How many parameters the model has: 1.3b, 124m, 3_200_000. It is taken to be a GPT."""
-    task: str | None = None
-    """Or a built-in model, with its own shapes; `thinwire tasks` lists them."""
-    workers: int = 2
-    """How many workers."""
-    bandwidth: str | None = None
-    """Of each worker's link, such as 200mbit; a comma-separated list gives each its own. `thinwire doctor` measures it."""
-    down: str | None = None
-    """Downward bandwidth where it differs, as on home links."""
-    latency: str = "0ms"
-    """Of one message, such as 40ms; or a comma-separated list."""
-    step_time: str | None = None
-    """Time of one training step without any exchange, such as 0.9s."""
-    utilisation: float = 0.95
-    """The part of the time that workers should compute."""
-    H: int | None = None
-    """Steps per round of all methods that have it, in place of each one's own; other periods follow."""
-    k: int | None = None
-    """Entries per block of demo, decoupled-diloco and sparseloco, in place of their own."""
-    tau: int | None = None
-    """Steps that messages of streaming-diloco may travel, in place of 1."""
-    framing: float = GOODPUT
-    """The part of the bandwidth that headers of Ethernet, IP and TCP leave for messages."""
-    codec_time: str = "0s"
-    """Time to pack and read one message that is gathered; depends on the machine, so by default it is not counted."""
-    backward: float = BACKWARD
-    """Which part of a step is the backward pass, during which ddp already sends; 0 for none."""
-    json: str | None = None
-    """Write everything to this file as JSON; without a name, or as -, print that and nothing else."""
+from thinwire.tools.flags import one_or_each, parse_flags, with_json_name
+from thinwire.tools.plan import Cluster, gpt_like, on_meta, parse_count
 
 
 def main(arguments: list[str]) -> int:
     """Print the table and the recommendation."""
-    flags = tyro.cli(PlanFlags, prog="thinwire plan", args=with_json_name(arguments))
+    flags = parse_flags(PlanFlags, "plan", with_json_name(arguments))
     if not 0 < flags.utilisation < 1:
         raise ConfigError(f"utilisation must be above 0 and below 1, got {flags.utilisation!r}")
     cluster = _cluster(flags)
@@ -126,7 +90,7 @@ def _show(title: str, flags: PlanFlags, cluster: Cluster, advice: Advice) -> Non
     for offer in advice.offers:
         table.add_row(offer.name, *_figures(offer, dense))
     console.print(table)
-    console.print(f"\n{_notes(cluster, advice)}\n", highlight=False, style="dim")
+    console.print(f"\n{_notes(target, cluster, advice)}\n", highlight=False, style="dim")
     console.print(advice.sentence, highlight=False, style="bold")
 
 
@@ -154,10 +118,15 @@ def _needed(offer: Offer) -> str:
     return f"{offer.knob}={offer.needed:.0f}"
 
 
-def _notes(cluster: Cluster, advice: Advice) -> str:
+def _notes(target: str, cluster: Cluster, advice: Advice) -> str:
+    latency = ", ".join(offer.name for offer in advice.offers if offer.never == "latency")
+    too_long = ", ".join(offer.name for offer in advice.offers if offer.never == "bytes")
+    never = f"; never of {latency}: the latency alone is too much" if latency else ""
+    never += f"; never of {too_long}: even the least of it has too many bytes" if too_long else ""
     packing = "" if cluster.codec_time else "; packing messages is not counted (--codec-time)"
     return (
-        f"sent: bytes per worker. {100 * cluster.goodput:.1f}% of the bandwidth is left by headers (--framing){packing}. "
+        f"sent: bytes per worker. for {target}: the H, k or bandwidth with which workers compute {target} of the time{never}. "
+        f"{100 * cluster.goodput:.1f}% of the bandwidth is left by headers (--framing){packing}. "
         "loss: against AdamW-DDP in small runs (docs/results.md), for the order; ? was not measured, > beyond what was. "
         f"* after a warm start: {WARM_STEPS} synchronous steps, which take {show_seconds(advice.warm_seconds)} here."
     )
@@ -184,6 +153,7 @@ def _offer_as_json(offer: Offer) -> dict[str, Any]:
         "wire": offer.config.wire,
         **asdict(offer.cost),
         "needed": {offer.knob: offer.needed},
+        "never": offer.never,
         "loss_percent": None if offer.loss is None else offer.loss.percent,
         "loss_is_a_lower_bound": offer.loss is not None and offer.loss.at_least,
     }

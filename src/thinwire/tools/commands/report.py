@@ -2,74 +2,92 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
 from pathlib import Path
-from typing import Annotated
+from time import sleep
 
-import tyro
 from rich.console import Console
 from rich.text import Text
 
 from thinwire.errors import ConfigError
 from thinwire.network import parse_bandwidth, parse_duration
-from thinwire.tools.records import read_records, without_repeats
-from thinwire.tools.report import SPEEDS, write_report
+from thinwire.tools.command_flags import ReportFlags
+from thinwire.tools.flags import parse_flags
+from thinwire.tools.records import Note, Record, read_records, without_repeats
+from thinwire.tools.report import write_report
 from thinwire.tools.report.comparison import comparisons
 from thinwire.tools.report.terminal import show
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportFlags:
-    """Put runs side by side: loss against bytes, steps and time, and a table with p-values. One HTML file and PNGs."""
-
-    runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Run folders, folders of runs such as that of `thinwire compare`, or files of records (.jsonl)."""
-    out: str | None = None
-    """The HTML file; by default report.html in the first folder, or here where a file of records comes first."""
-    baseline: str | None = None
-    """The arm that the others are held against; by default the first that is ddp or data-parallel, else the first."""
-    bandwidth: str = ",".join(SPEEDS)
-    """Links of the figure of loss against time, separated by commas."""
-    latency: str = "0ms"
-    """Of one message on those links."""
-    title: str | None = None
-    """Of the page; by default the job in words."""
-    together: bool = False
-    """Compare all runs on one task, even if their steps, workers or batches differ; else these are sections of their own."""
-    best: bool = False
-    """Of arms with the same name and different settings keep the one with the most seeds, then with the least loss."""
-    html: bool = True
-    """Write the page and the PNGs; without them there is only the table in the terminal."""
+from thinwire.tools.report.watch import watch
 
 
 def main(arguments: list[str]) -> int:
-    """Read the runs, show the table, write the page."""
-    flags = tyro.cli(ReportFlags, prog="thinwire report", args=arguments)
+    """Read the runs, show the table, write the page; with --watch again and again."""
+    flags = parse_flags(ReportFlags, "report", arguments)
     if not flags.runs:
         raise ConfigError("name the runs to report: thinwire report runs/compare-..., or run folders, or a records.jsonl")
-    speeds = [text.strip() for text in flags.bandwidth.split(",")]
-    for text in speeds:
+    for text in _speeds(flags):
         parse_bandwidth(text)
     parse_duration(flags.latency)
+    every = parse_duration(flags.every)
+    if not 1 <= every <= 600:
+        raise ConfigError(f"every must be from 1s to 10min, got {flags.every!r}")
     console = terminal()
-
-    def note(text: str) -> None:
-        console.print(Text(text, style="dim"))
-
-    paths = [Path(text) for text in flags.runs]
-    records = without_repeats([record for path in paths for record in read_records(path, note=note)], note=note)
+    if flags.watch:
+        return _watch(flags, every, console)
+    records = _read(flags, note=lambda text: console.print(Text(text, style="dim")))
     if not records:
-        raise ConfigError(f"there is no finished run in {', '.join(flags.runs)}")
-    found = comparisons(records, baseline=flags.baseline, together=flags.together, best=flags.best)
-    show(found, console)
-    if flags.html:
-        out = Path(flags.out) if flags.out else (paths[0] if paths[0].is_dir() else Path()) / "report.html"
-        folder = write_report(found, out, title=flags.title, bandwidths=speeds, latency=flags.latency)
-        console.print(Text(f"\nreport: {out}\nfigures: {folder}"), soft_wrap=True)
+        raise ConfigError(f"there is no run with any step in {', '.join(flags.runs)}")
+    _report(flags, records, console)
     return 0
 
 
+def _watch(flags: ReportFlags, every: float, console: Console) -> int:
+    def refresh() -> tuple[str, ...] | None:
+        records = _read(flags, note=lambda _: None)
+        going_on = tuple(record.arm for record in records if record.unfinished)
+        if console.is_terminal:
+            console.clear()
+        if records:
+            _report(flags, records, console, reload=every if going_on else None)
+        else:
+            console.print(Text(f"no step yet in {', '.join(flags.runs)}"))
+        return None if records and not going_on else going_on
+
+    try:
+        ended = watch(refresh, every=every, sleep=sleep)
+    except KeyboardInterrupt:
+        ended = False
+    if not ended and (records := _read(flags, note=lambda _: None)):
+        _report(flags, records, console)  # once more: a page that does not reload any more
+    return 0
+
+
+def _read(flags: ReportFlags, *, note: Note) -> list[Record]:
+    found = [record for path in map(Path, flags.runs) for record in read_records(path, note=note, unfinished=True)]
+    return without_repeats(found, note=note)
+
+
+def _report(flags: ReportFlags, records: list[Record], console: Console, *, reload: float | None = None) -> None:
+    """Show the table and write the page."""
+    found = comparisons(records, baseline=flags.baseline, together=flags.together, best=flags.best)
+    show(found, console)
+    for record in records:
+        if record.unfinished:
+            text = f"{record.arm}: interrupted or still running; shown as far as it went, and compared with none"
+            console.print(Text(text, style="dim"), soft_wrap=True)
+    if flags.html:
+        first = Path(flags.runs[0])
+        out = Path(flags.out) if flags.out else (first if first.is_dir() else Path()) / "report.html"
+        look = {"title": flags.title, "bandwidths": _speeds(flags), "latency": flags.latency, "reload": reload}
+        folder = write_report(found, out, **look)
+        console.print(Text(f"\nreport: {out}\nfigures: {folder}"), soft_wrap=True)
+
+
+def _speeds(flags: ReportFlags) -> list[str]:
+    return [text.strip() for text in flags.bandwidth.split(",")]
+
+
 def terminal() -> Console:
-    """Where tables are shown; a pipe or a file has room for all columns."""
+    """Where tables are shown; a pipe or a file has room for all columns, unless COLUMNS says how many."""
     console = Console()
-    return console if console.is_terminal else Console(width=140)
+    return console if console.is_terminal or os.environ.get("COLUMNS", "").isdigit() else Console(width=140)

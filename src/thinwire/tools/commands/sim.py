@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rich.console import Console
 
+from thinwire.tools.command_flags import SimFlags, TrainFlags
 from thinwire.tools.config import new_folder
 from thinwire.tools.flags import parse_run
 from thinwire.tools.runners import SimulatedRunner
-from thinwire.tools.start import TrainFlags, claim_folder, rehearse
+from thinwire.tools.start import claim_folder, rehearse
 from thinwire.tools.summary import read_summary, show_summary
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimFlags:
-    """The simulated network, and where the run is kept."""
-
-    bandwidth: str = "inf"
-    """Of each worker's link, such as 100mbit; a comma-separated list gives each worker its own."""
-    down: str | None = None
-    """Downward bandwidth where it differs, as on home links."""
-    latency: str = "0ms"
-    """Of one message, such as 20ms; or a comma-separated list."""
-    step_time: str | None = None
-    """Time of one local step, such as 100ms, or a list with a straggler, such as 100ms,100ms,300ms; by default measured."""
-    out: str | None = None
-    """The run folder; by default runs/sim-ALGORITHM-TASK-TIME."""
 
 
 def main(arguments: list[str]) -> int:
@@ -39,7 +24,10 @@ def main(arguments: list[str]) -> int:
     rehearse(config)
     out = flags.out or new_folder(f"sim-{config.algorithm}-{config.task}")
     folder = claim_folder(config, TrainFlags(out=out), where=runner.name)
-    runner.run(folder, Console())
+    try:
+        runner.run(folder, Console())
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"what was simulated so far is in {folder}: thinwire report {folder}") from None
     show_summary(folder)
     figures = read_summary(folder)
     computing = figures["simulated_seconds"] - figures["waiting"]

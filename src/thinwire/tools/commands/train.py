@@ -12,10 +12,12 @@ from thinwire.links import Link, disconnect
 from thinwire.links.heartbeat import Heartbeat
 from thinwire.network import parse_duration
 from thinwire.sharding.mesh import worker_count
-from thinwire.tools.config import ALONE, RunConfig, read_run_toml
-from thinwire.tools.flags import parse_run, peek
+from thinwire.tools.command_flags import TrainFlags
+from thinwire.tools.config import RunConfig
+from thinwire.tools.flags import parse_run, peek, saved_config
 from thinwire.tools.launch import launch
-from thinwire.tools.start import TrainFlags, claim_folder, refuse_what_ddp_ignores, rehearse
+from thinwire.tools.names import ALONE
+from thinwire.tools.start import claim_folder, refuse_what_ddp_ignores, rehearse
 from thinwire.tools.summary import show_summary
 from thinwire.tools.worker import join, work
 
@@ -26,7 +28,7 @@ def main(arguments: list[str]) -> int:
         from thinwire.tools import elastic  # needs the extra thinwire[store]
 
         return elastic.main(arguments)
-    saved = _saved_config(arguments)
+    saved = saved_config(arguments)
     config, flags = parse_run("train", arguments, TrainFlags, saved)
 
     timeout = parse_duration(flags.timeout)
@@ -89,17 +91,3 @@ def _checked(folder: str, config: RunConfig, flags: TrainFlags) -> str:
         return folder
     wanted = flags.out or "runs/ALGORITHM-TASK-TIME"
     raise WireError(f"the run folder {folder[:100]!r}, where this worker writes to {wanted}: give all the same --out", rank=0)
-
-
-def _saved_config(arguments: list[str]) -> RunConfig | None:
-    """The config of the run that --resume names."""
-    if "--resume" not in arguments or {"-h", "--help"} & set(arguments):
-        return None
-
-    out = peek(arguments, "--out")
-    if out is None:
-        raise ConfigError("--resume needs --out FOLDER, the folder of the run to go on with")
-    path = Path(out) / "run.toml"
-    if not path.is_file():
-        raise ConfigError(f"nothing to resume: {path} does not exist")
-    return read_run_toml(path)

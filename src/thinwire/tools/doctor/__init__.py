@@ -9,9 +9,10 @@ from thinwire.tools.doctor.links import (
     tell_each_other,
     tournament,
 )
-from thinwire.tools.doctor.machine import Finding, Machine, inspect_machine, look_at_all, look_at_machine, machine_of
+from thinwire.tools.doctor.machine import PARTS, Finding, Machine, inspect_machine, look_at_all, look_at_machine, machine_of
 
 __all__ = [
+    "PARTS",
     "Finding",
     "Machine",
     "Measurements",

@@ -61,6 +61,21 @@ class Measurements:
     seconds: float = 0.0
 
     @property
+    def pair_bandwidth(self) -> float:
+        """Bits per second of the slowest pair, which all others wait for."""
+        return min((swap.bandwidth for swap in self.pairs.values()), default=math.inf)
+
+    @property
+    def pair_latency(self) -> float:
+        """Seconds of the longest latency of a pair."""
+        return max((swap.latency for swap in self.pairs.values()), default=0.0)
+
+    @property
+    def network(self) -> Network:
+        """The network that these figures describe: what a plan should be made for."""
+        return Network(bandwidth=self.pair_bandwidth, latency=self.pair_latency)
+
+    @property
     def slowest(self) -> tuple[int, int]:
         """The pair with the least bandwidth."""
         return min(self.pairs, key=lambda pair: self.pairs[pair].bandwidth)
@@ -97,8 +112,22 @@ def measure(link: Link) -> Measurements:
     for a, b in itertools.combinations(range(link.size), 2):
         found = (Swap(*_numbers(told[x].get(str(y)), 3, x)) for x, y in ((a, b), (b, a)))
         pairs[a, b] = min(found, key=lambda swap: swap.bandwidth)
-    slowest = min(swap.bandwidth for swap in pairs.values())
-    return _measure_ring(link, pairs, slowest)
+    return _measure_ring(link, Measurements(pairs))
+
+
+def measure_ring(link: Link) -> Measurements:
+    """Measure the ring alone, in some seconds: messages grow until one takes long enough; called by all ranks together."""
+    if link.size < 2:
+        return Measurements()
+    nbytes, rate = SMALLEST, 0.0
+    for _ in range(LADDER):
+        told = tell_each_other(link, _all_reduce(link, nbytes))
+        seconds = max(_numbers([each], 1, rank)[0] for rank, each in enumerate(told))  # all go by the slowest
+        rate = 8 * ring_traffic("mean", [nbytes] * link.size, 0).sent / max(seconds, 1e-9)
+        if seconds > TARGET / 3 or nbytes >= LARGEST:
+            break
+        nbytes *= 4
+    return _measure_ring(link, {}, rate)
 
 
 def tournament(players: int) -> list[list[int | None]]:
@@ -157,16 +186,17 @@ def _slower(link: Link, partner: int | None, seconds: float) -> float:
     return max(read_number(p, rank) for rank, p in zip(ranks, both, strict=True))
 
 
-def _measure_ring(link: Link, pairs: dict[tuple[int, int], Swap], slowest: float) -> Measurements:
+def _measure_ring(link: Link, measured: Measurements) -> Measurements:
+    """With what an all-reduce takes, which the figures of the pairs can be checked by."""
     hops = ring_hops("mean", link.size)
     small = statistics.median(_all_reduce(link, 4) for _ in range(9))
     per_byte = ring_traffic("mean", [1_000_000] * link.size, 0).sent / 1e6  # what a ring sends for one byte of a message
-    nbytes = int(min(RING, max(SMALLEST, slowest * 1.0 / 8 / per_byte))) // 4 * 4
+    nbytes = int(min(RING, max(SMALLEST, measured.pair_bandwidth * 1.0 / 8 / per_byte))) // 4 * 4
     seconds = statistics.median(_all_reduce(link, nbytes) for _ in range(3))
     bandwidth = 8 * nbytes * per_byte / max(seconds - small, 1e-9)
     said = tell_each_other(link, [small / hops, bandwidth, seconds])  # clocks differ: all go by the slowest
     told = [_numbers(numbers, 3, rank) for rank, numbers in enumerate(said)]
-    return Measurements(pairs, max(t[0] for t in told), min(t[1] for t in told), nbytes, max(t[2] for t in told))
+    return Measurements(measured.pairs, max(t[0] for t in told), min(t[1] for t in told), nbytes, max(t[2] for t in told))
 
 
 def _all_reduce(link: Link, nbytes: int) -> float:
@@ -204,8 +234,7 @@ def look_at_links(
     """
     found = [_about_unequal(measured, [m.host for m in machines])]
     if params is not None and len(machines) > 1:
-        network = Network(bandwidth=measured.bandwidth, latency=measured.hop)
-        seconds = network.seconds("mean", [4 * params] * len(machines))
+        seconds = measured.network.seconds("mean", [4 * params] * len(machines))
         if seconds > 0.8 * timeout:
             text = f"an all-reduce of {params:,} float32 parameters takes {show_seconds(seconds)}, and a worker waits "
             text += f"{timeout:g} s for the others: give thinwire train --timeout {math.ceil(2 * seconds)}s"
@@ -229,8 +258,8 @@ def _about_unequal(measured: Measurements, hosts: Sequence[str]) -> Finding | No
 
 
 def plan_command(measured: Measurements, *, workers: int, params: str | None) -> str:
-    """The `thinwire plan` that goes on from here; what was measured has no headers any more."""
-    rate, latency = show_bandwidth(measured.bandwidth), f"{1e3 * measured.hop:.3g}ms"
+    """The `thinwire plan` that goes on from here, for the slowest pair; what was measured has no headers any more."""
+    rate, latency = show_bandwidth(measured.pair_bandwidth), f"{1e3 * measured.pair_latency:.3g}ms"
     return (
         f"thinwire plan --workers {workers} --bandwidth {rate} --latency {latency} --framing 1 "
         f"--params {params or '...'} --step-time ..."

@@ -25,6 +25,7 @@ from thinwire.tools.namespaces import SBIN
 
 # Optional packages by the names they are installed and imported by.
 EXTRAS = {"matplotlib": "matplotlib", "scipy": "scipy", "scikit-learn": "sklearn", "pillow": "PIL", "torchft": "torchft"}
+PARTS = {"report": ("matplotlib", "scipy"), "images": ("scikit-learn", "pillow")}  # which of them are installed together
 LITTLE_SPACE = 2e9  # bytes of a disk
 
 

@@ -11,9 +11,10 @@ some periods:
 That is the cost model in closed form for one message at a time, and still right where several are under way.
 """
 
-from thinwire.tools.plan.cost import GOODPUT, Cluster, Prediction, cost_of, predict
-from thinwire.tools.plan.messages import BACKWARD, Message, Period, ddp_buckets, period_of, run_messages
+from thinwire.tools.plan.cost import Cluster, Prediction, cost_of, predict
+from thinwire.tools.plan.messages import Message, Period, ddp_buckets, period_of, run_messages
 from thinwire.tools.plan.search import (
+    MOST_H,
     all_settings,
     bandwidth_for,
     entries_per_block,
@@ -26,8 +27,7 @@ from thinwire.tools.plan.search import (
 from thinwire.tools.plan.shapes import gpt_like, on_meta, parse_count
 
 __all__ = [
-    "BACKWARD",
-    "GOODPUT",
+    "MOST_H",
     "Cluster",
     "Message",
     "Period",

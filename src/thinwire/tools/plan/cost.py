@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from thinwire.errors import ConfigError, check_not_negative, check_whole_number
-from thinwire.network import Network, Op, Wire, ring_traffic
+from thinwire.network import BACKWARD, GOODPUT, Network, Op, Wire, ring_traffic
 from thinwire.tools.config import RunConfig
-from thinwire.tools.plan.messages import BACKWARD, Period, period_of
+from thinwire.tools.plan.messages import Period, period_of
 
-GOODPUT = 1448 / 1514  # of an Ethernet link: a frame of 1514 bytes has headers of Ethernet, IP and TCP with timestamps
 _PERIODS = 4  # periods that the clock runs through at least; the last is measured, when what is under way has settled
 
 

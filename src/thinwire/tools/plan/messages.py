@@ -15,14 +15,14 @@ from thinwire.core.optimizer import Algorithm
 from thinwire.core.rounds import VOTE_NBYTES
 from thinwire.errors import ConfigError
 from thinwire.links import Link, Ticket
-from thinwire.network import Op
+from thinwire.network import BACKWARD, Op
 from thinwire.payload import Payload
 from thinwire.schedules import Every, Periods, Schedule, Staggered, Union, Warmup
-from thinwire.tools.build import optimizer_of, warm_optimizer_of
-from thinwire.tools.config import ALONE, RunConfig
+from thinwire.tools.build import optimizer_of, warm_start_of
+from thinwire.tools.config import RunConfig
+from thinwire.tools.names import ALONE
 from thinwire.tools.plan.shapes import on_meta
 
-BACKWARD = 2 / 3  # of a step: a backward pass has twice the matrix products of a forward pass
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes after which torch's DDP closes its first and its other buckets
 
 
@@ -111,7 +111,7 @@ def run_messages(config: RunConfig, model: nn.Module, *, workers: int) -> list[M
     if config.algorithm == ALONE or workers < 2:
         return []
     model, link, first = on_meta(model), NullLink(workers), config.warm_start + 1
-    messages = list(_scheduled(warm_optimizer_of(config, model, link), 1, config.warm_start)) if config.warm_start else []
+    messages = list(_scheduled(warm_start_of(config, model, link).at_work, 1, config.warm_start)) if config.warm_start else []
     optimizer = optimizer_of(config, model, link)
     messages += _scheduled(optimizer, first, config.steps)
     everything, last = tuple(range(optimizer.schedule.fragments)), optimizer.schedule.due(config.steps)

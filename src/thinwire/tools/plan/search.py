@@ -15,10 +15,13 @@ from thinwire.codecs import Chain, TopK
 from thinwire.errors import ConfigError
 from thinwire.network import Network
 from thinwire.tools.build import optimizer_of
-from thinwire.tools.config import ALONE, RunConfig, resolve_algorithm
+from thinwire.tools.config import RunConfig, resolve_algorithm
+from thinwire.tools.names import ALONE
 from thinwire.tools.plan.cost import Cluster, cost_of, predict
 from thinwire.tools.plan.messages import NullLink, Period
 from thinwire.tools.plan.shapes import on_meta
+
+MOST_H = 10**6  # steps between two rounds that are looked at
 
 
 def smallest_H(config: RunConfig, period: Period, cluster: Cluster, utilisation: float) -> int | None:
@@ -38,19 +41,19 @@ def smallest_H(config: RunConfig, period: Period, cluster: Cluster, utilisation:
     def enough(candidate: int) -> bool:
         return cost_of(period.stretched(candidate / H), cluster).utilisation >= utilisation
 
-    return _smallest(enough, max(tau + 1, all_settings(config).get("fragments", 1)), 10**6)
+    return _smallest(enough, max(tau + 1, all_settings(config).get("fragments", 1)), MOST_H)
 
 
 def largest_k(config: RunConfig, model: nn.Module, cluster: Cluster, utilisation: float) -> int | None:
     """The most entries of a block that leave workers computing `utilisation` of the time; None where one is too many."""
-    chain = _sparse_chain(config, model)
+    chain = _sparse_chain(config)
     if chain is None:
         return None
     params = [p for p in on_meta(model).parameters() if p.requires_grad]
     most = max((group.h * group.w for group in chain.plan(params).layout.groups), default=1)
 
     def too_many(k: int) -> bool:
-        return predict(with_k(config, model, k), model, cluster).utilisation < utilisation
+        return predict(_with_entries(config, chain, k), model, cluster).utilisation < utilisation
 
     return (_smallest(too_many, 1, most) or most + 1) - 1 or None
 
@@ -112,23 +115,27 @@ def with_H(config: RunConfig, H: int) -> RunConfig:
     return replace(config, settings={**config.settings, **scaled})
 
 
-def entries_per_block(config: RunConfig, model: nn.Module) -> int | None:
+def entries_per_block(config: RunConfig) -> int | None:
     """The k of a run; None where its codec does not select the largest entries of blocks."""
-    chain = _sparse_chain(config, model)
+    chain = _sparse_chain(config)
     return None if chain is None else chain.selection.count(1 << 12)
 
 
-def with_k(config: RunConfig, model: nn.Module, k: int) -> RunConfig:
+def with_k(config: RunConfig, k: int) -> RunConfig:
     """The run with another number of entries per block."""
-    chain = _sparse_chain(config, model)
+    chain = _sparse_chain(config)
     if chain is None:
         raise ConfigError(f"{config.algorithm} does not send the largest entries of blocks, got k={k}")
+    return _with_entries(config, chain, k)
+
+
+def _with_entries(config: RunConfig, chain: Chain, k: int) -> RunConfig:
     return replace(config, wire=repr(replace(chain, selection=TopK(k))))
 
 
-def _sparse_chain(config: RunConfig, model: nn.Module) -> Chain | None:
+def _sparse_chain(config: RunConfig) -> Chain | None:
     """The codec of a run where it sends the k largest entries of each block."""
     if config.algorithm in (ALONE, "ddp"):
         return None
-    codec = optimizer_of(config, on_meta(model), NullLink(1)).codec
+    codec = optimizer_of(config, nn.Linear(2, 2, device="meta"), NullLink(1)).codec  # no method chooses it by the model
     return codec if isinstance(codec, Chain) and isinstance(codec.selection, TopK) else None

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from thinwire.errors import ConfigError
 from thinwire.network import parse_bandwidth, parse_duration
+from thinwire.tools.command_flags import SPEEDS
 from thinwire.tools.config import write_whole
 from thinwire.tools.report.comparison import Comparison
-
-SPEEDS = ("10mbit", "100mbit", "1gbit")
 
 
 def write_report(
@@ -20,6 +19,7 @@ def write_report(
     title: str | None = None,
     bandwidths: Sequence[str] = SPEEDS,
     latency: str = "0ms",
+    reload: float | None = None,
 ) -> Path:
     """Write the page to `out` and its figures as PNG into a folder beside it, whose path is returned.
 
@@ -29,6 +29,7 @@ def write_report(
         title: of the page; by default that of the only comparison.
         bandwidths: links of the figure of loss against time, in words.
         latency: of one message there, in words.
+        reload: seconds after which a browser reads the page again, while runs go on.
 
     Raises:
         MissingDependency: matplotlib is not installed.
@@ -50,7 +51,7 @@ def write_report(
             for figure in figures:
                 name = figure.name if len(sections) == 1 else f"{number}-{figure.name}"
                 save_png(figure, folder / f"{name}.png", names=names)
-        write_whole(out, page(sections, title=title))
+        write_whole(out, page(sections, title=title, reload=reload))
     except OSError as cause:
         raise ConfigError(f"cannot write the report {out}: {cause.strerror or cause}") from cause
     return folder

@@ -69,7 +69,13 @@ class Arm:
     def fewer(self) -> float | None:
         """How many times fewer bytes a worker sent than it would have in DDP's ring, with as many workers and steps."""
         sent = self.sample("sent")
-        return ddp_bytes(self.first.figures) / sent.mean if sent is not None and sent.mean else None
+        known = "parameters" in self.first.figures  # not of a run that was interrupted
+        return ddp_bytes(self.first.figures) / sent.mean if known and sent is not None and sent.mean else None
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether its run was interrupted or is still running."""
+        return self.first.unfinished
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,8 @@ class Comparison:
     def against(self, arm: Arm) -> float | None:
         """Loss against the baseline's, in percent."""
         base = self.baseline.loss.mean
+        if arm.unfinished or self.baseline.unfinished:
+            return None  # losses of different steps
         return 100 * (arm.loss.mean / base - 1) if arm is not self.baseline and base > 0 and arm.loss.finite else None
 
     def p_value(self, arm: Arm) -> float | None:
@@ -150,7 +158,7 @@ def comparisons(
     found = [_comparison(some, baseline, together, best) for some in jobs.values()]
     if baseline is not None and all(c.baseline.name != baseline for c in found):
         names = ", ".join(repr(arm.name) for c in found for arm in c.arms)
-        raise ConfigError(f"no arm is named {baseline!r}, to be the baseline: choose from {names}")
+        raise ConfigError(f"no method is called {baseline!r}, to be the baseline: choose from {names}")
     return found
 
 
@@ -162,8 +170,9 @@ def _comparison(records: list[Record], baseline: str | None, together: bool, bes
     if best:
         samples = _best_of_each_name(samples)
     arms = tuple(Arm(name, tuple(some)) for name, some in zip(_names(samples), samples, strict=True))
-    dense = [arm for arm in arms if arm.first.config.algorithm in ("ddp", "data-parallel")]
-    chosen = next((arm for arm in arms if arm.name == baseline), (dense or arms)[0])
+    ended = [arm for arm in arms if not arm.unfinished] or arms
+    dense = [arm for arm in ended if arm.first.config.algorithm in ("ddp", "data-parallel")]
+    chosen = next((arm for arm in arms if arm.name == baseline), (dense or ended)[0])
     settings = [_settings(arm.first) for arm in arms]
     common = {k: v for k, v in settings[0].items() if all(k in other and other[k] == v for other in settings)}
     varying = tuple(name for name in _JOB if len({str(getattr(arm.first.config, name)) for arm in arms}) > 1)

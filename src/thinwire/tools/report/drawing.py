@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from thinwire.errors import MissingDependency
+from thinwire.errors import MissingDependency, how_to_install
 from thinwire.network import show_bytes, show_seconds
 
 try:
@@ -24,7 +24,7 @@ try:
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
     from matplotlib.transforms import Bbox
 except ImportError as error:
-    raise MissingDependency("a report needs matplotlib: pip install 'thinwire[report]'") from error
+    raise MissingDependency(f"a report needs matplotlib: {how_to_install('report')}") from error
 
 SIZE = (4.4, 3.15)  # inches of a figure
 PANEL = (3.9, 2.9)  # and of one of several panels; 72 of their units are one inch

@@ -113,7 +113,7 @@ def _loss_against_bytes(comparison: Comparison) -> Drawing | None:
         write_labels(axes, labels, style, avoid=dots)
 
     said = ", ".join(f"{arm.name} {arm.loss.mean:.3f} with {show_bytes(x)}" for arm, x in points)
-    many = "" if len(points) <= MOST_LABELS else " Named, where there is room, are those that no other arm beats in both."
+    many = "" if len(points) <= MOST_LABELS else " Named, where there is room, are those that no other beats in both."
     return Drawing(
         "loss-bytes",
         "Loss against bytes",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
 
 import thinwire
+from thinwire.errors import how_to_install
 from thinwire.tools.config import now
 from thinwire.tools.report.comparison import Arm, Comparison, scipy_is_here, show_settings
 from thinwire.tools.report.drawing import DARK_ARMS, DASHES, LIGHT_ARMS, Drawing
@@ -17,25 +19,27 @@ from thinwire.tools.report.svg import inline_svg
 from thinwire.tools.report.table import headline, table
 from thinwire.tools.summary import counted
 
-_TEXTS = {"arm", "settings", "place"}
+_TEXTS = {"method", "settings", "place"}
 NO_CURVES = "These records have no curves, so there are no figures over steps and time."
 NO_TIMES = "These records have no times, so there is no figure over time."
-NO_DRIFT = "At every evaluation all workers held the same model: no arm drifted."
+NO_DRIFT = "At every evaluation all workers held the same model: none drifted."
 FOOTER = (
     "Loss: mean over seeds, with their standard deviation. p: Welch's t-test against the baseline, two-sided: how likely so "
     "large a difference is by the choice of seeds alone. Fewer: times fewer bytes than fp32 gradients at every step. Waiting: "
     "the share of the time that a worker spent on the wire. Drift: how far the workers' models were apart at the end."
 )
-NO_SCIPY = "There is no p without scipy: pip install 'thinwire[report]'."
+NO_SCIPY = f"There is no p without scipy: {how_to_install('report')}."
+UNFINISHED = "Unfinished runs were interrupted or still go on: they are shown as far as they went, and compared with none."
 SIMULATED = "Simulated runs compute what real workers would, but one after another in one process; their seconds are simulated."
 
 
-def page(sections: Sequence[tuple[Comparison, Sequence[Drawing]]], *, title: str) -> str:
+def page(sections: Sequence[tuple[Comparison, Sequence[Drawing]]], *, title: str, reload: float | None = None) -> str:
     """The whole file.
 
     Args:
         sections: each job with its figures.
         title: of the page.
+        reload: seconds after which a browser reads it again; None for a page that stays as it is.
     """
     style = _file("page.css").replace("{{light}}", _palette(LIGHT_ARMS)).replace("{{dark}}", _palette(DARK_ARMS))
     script = _file("page.js")
@@ -43,6 +47,7 @@ def page(sections: Sequence[tuple[Comparison, Sequence[Drawing]]], *, title: str
     runs = sum(len(arm.records) for comparison, _ in sections for arm in comparison.arms)
     parts = {
         "title": escape(title),
+        "reload": "" if reload is None else f'<meta http-equiv="refresh" content="{math.ceil(reload)}">',
         "made": f"{counted(runs, 'run')}, {now()[:10]}, thinwire {escape(thinwire.__version__)}",
         "footer": escape(FOOTER if scipy_is_here() else f"{FOOTER} {NO_SCIPY}"),
         "digest": digest,
@@ -72,6 +77,7 @@ def _section(number: int, comparison: Comparison, figures: Sequence[Drawing], *,
     verdict = headline(comparison)
     names = {figure.name for figure in figures}
     notes = [NO_CURVES] if "loss-steps" not in names else [NO_TIMES] if "loss-time" not in names else []
+    notes += [UNFINISHED] if any(arm.unfinished for arm in comparison.arms) else []
     notes += [SIMULATED] if any(arm.first.place.startswith("simulated") for arm in comparison.arms) else []
     return "\n".join(
         [
@@ -87,7 +93,7 @@ def _section(number: int, comparison: Comparison, figures: Sequence[Drawing], *,
             *(f'<p class="note">{escape(note)}</p>' for note in notes),
             "<h3>In numbers</h3>",
             _table(comparison),
-            "<h3>How each arm came about</h3>",
+            "<h3>How each came about</h3>",
             *(_about(arm) for arm in comparison.arms),
             "</section>",
         ]
@@ -108,7 +114,7 @@ def _key(comparison: Comparison) -> str:
         f"<span>{escape(arm.name)}</span></button></li>"
         for arm in comparison.arms
     ]
-    return f'<ul class="key" aria-label="Arms; press one to hide it">{"".join(items)}</ul>'
+    return f'<ul class="key" aria-label="Methods; press one to hide it">{"".join(items)}</ul>'
 
 
 def _swatch(number: int) -> str:
@@ -149,7 +155,7 @@ def _table(comparison: Comparison) -> str:
     for arm, row in zip(comparison.arms, rows, strict=True):
         cells = []
         for name, cell in zip(columns, row, strict=True):
-            tag = 'th scope="row"' if name == "arm" else "td"
+            tag = 'th scope="row"' if name == "method" else "td"
             value = cell.text if name in _TEXTS else "" if cell.value is None else f"{cell.value:.12g}"
             cells.append(f'<{tag}{_text_class(name)} data-value="{escape(value)}">{escape(cell.text)}</{tag.split()[0]}>')
         base = ' class="baseline"' if arm is comparison.baseline else ""

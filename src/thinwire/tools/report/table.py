@@ -23,7 +23,7 @@ NONE = Cell("-")
 def table(comparison: Comparison) -> tuple[list[str], list[list[Cell]]]:
     """Column names and one row per arm. Columns in which no arm has anything are left out."""
     rows = [_row(comparison, arm) for arm in comparison.arms]
-    shown = [name for name in rows[0] if name in ("arm", "loss") or any(row[name] != NONE for row in rows)]
+    shown = [name for name in rows[0] if name in ("method", "loss") or any(row[name] != NONE for row in rows)]
     return shown, [[row[name] for name in shown] for row in rows]
 
 
@@ -34,8 +34,8 @@ def _row(comparison: Comparison, arm: Arm) -> dict[str, Cell]:
     percent = "{:+.1f}%" if abs(against or 0.0) < 99.95 else "{:+,.0f}%"
     share = 100 * waiting.mean / seconds.mean if waiting and seconds and seconds.mean > 0 else None
     return {
-        "arm": Cell(arm.name),
-        "loss": _show_loss(arm.loss),
+        "method": Cell(arm.name),
+        "loss": NONE if arm.unfinished and arm.sample("val_loss") is None else _show_loss(arm.loss),
         "vs baseline": Cell("baseline", 0.0) if arm is comparison.baseline else _cell(against, percent),
         "p": NONE if p is None else Cell(show_p(p), p),
         "accuracy": _cell(accuracy and 100 * accuracy.mean, "{:.2f}%"),
@@ -89,7 +89,7 @@ def headline(comparison: Comparison, *, within: float = 1.0) -> str:
         return f"{name}: {_plain_times(times)} times fewer bytes than {base.name}, validation loss {against:+.1f}%."
     name, against, times = min(thin, key=lambda row: row[1])
     closest = f"The closest is {name}, {against:+.1f}% with {_plain_times(times)} times fewer bytes."
-    return f"No arm ended within {within:g}% of {base.name}. {closest}"
+    return f"No method ended within {within:g}% of {base.name}. {closest}"
 
 
 def _plain_times(ratio: float) -> str:

@@ -8,10 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from thinwire.errors import how_to_install
 from thinwire.tools.report.comparison import Comparison, scipy_is_here, show_settings
 from thinwire.tools.report.table import headline, table
 
-_TEXTS = {"arm": 14, "place": 9}  # with the width that they need at least
+_TEXTS = {"method": 14, "place": 9}  # with the width that they need at least
 _DROPPED = ("settings", "seeds", "waiting", "seconds", "drift", "bytes sent", "bytes of messages")  # first to last
 
 
@@ -51,5 +52,5 @@ def _with_columns(comparison: Comparison, *, without: Sequence[str]) -> Table:
     seeds = max(len(arm.records) for arm in comparison.arms)
     if seeds > 1:
         caption = "± standard deviation over seeds; p: Welch's t-test against the baseline"
-        drawn.caption = Text(caption if scipy_is_here() else f"{caption}, needs scipy: pip install 'thinwire[report]'")
+        drawn.caption = Text(caption if scipy_is_here() else f"{caption}, needs scipy: {how_to_install('report')}")
     return drawn

@@ -1,0 +1,1 @@
+"""Adapters for training frameworks, one module each; import the one of your framework."""

@@ -70,6 +70,28 @@ def draw() -> Path:
     return path
 
 
+def draw_headline() -> Path:
+    """Loss against bytes of the arms with three seeds, from scratch: the figure of the README and of the front page."""
+    rows = recorded()
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    for arm in PARTS["gpt"]:
+        runs = rows_of(arm, rows)
+        x, losses = fewer(arm, runs, None), [run["loss"] for run in runs]
+        y, (_, color, marker) = statistics.fmean(losses), FAMILIES[family(arm)]
+        spread = [[y - min(losses)], [max(losses) - y]]
+        axes.errorbar(x, y, yerr=spread, color=color, marker=marker, markersize=8, capsize=4, linestyle="none")
+        axes.annotate(
+            arm.name, (x, y), textcoords="offset points", xytext=(9, 5), fontsize=10, color=color, annotation_clip=False
+        )
+    axes.set(xscale="log", xlim=(0.7, 1e4), ylabel="validation loss (nats per byte)")
+    axes.set_xlabel("times fewer bytes that leave a worker than with DDP's ring, 4 workers (simulated)")
+    axes.grid(True, which="both", alpha=0.25)
+    path = FIGURES / "loss-bytes.svg"
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+    return path
+
+
 def draw_clocks() -> Path:
     """Loss against bytes of the methods with several clocks after a warm start."""
     rows = recorded()
@@ -100,7 +122,7 @@ def draw_clocks() -> Path:
 def main() -> None:
     """Draw the figures."""
     mpl.rcParams["svg.hashsalt"] = "thinwire"  # the same figure for the same records, byte for byte
-    print(f"{draw()}\n{draw_clocks()}")
+    print(f"{draw()}\n{draw_headline()}\n{draw_clocks()}")
 
 
 if __name__ == "__main__":

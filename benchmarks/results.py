@@ -29,6 +29,10 @@ from benchmarks.tables import fewer, mean_of, rows_of, synchronous, table, times
 SOURCE = Path(__file__).parent / "results.md"
 SPEEDS = ("inf", "1gbit", "100mbit", "10mbit")
 PAGE = Path(__file__).parent.parent / "docs" / "results.md"
+WARM = (
+    "*After a warm start, at a constant learning rate; with a decay at the end the gain shrinks "
+    "([what it is worth](#after-a-warm-start-as-the-authors-do-it)).*"
+)
 
 
 def _arm(part: str, name: str) -> tuple[Arm, list[dict[str, Any]]]:
@@ -67,9 +71,20 @@ def _shown_table(part: str) -> str:
     machines = sorted({f"{run['cores']} cores, torch {run['torch']}, Python {run['python']}" for run in runs})
     how = f"*Simulated: {runs[0]['workers']} workers in one process; {'; '.join(machines)}; {', '.join(dates)};"
     how += f" `python -m benchmarks.evidence --part {part}`.*"
-    repeat = "\n".join(commands).replace("<", "&lt;").replace(">", "&gt;")
-    details = f"<details><summary>The command of each row, for its first seed</summary><pre>{repeat}</pre></details>"
-    return f"{table(part)}\n\n{how}\n\n{details}"
+    details = _commands("The command of each row, for its first seed", commands)
+    title = f"Table: {len(commands)} arms, with settings, loss, bytes and seeds"
+    warm = any("--warm-start" in command for command in commands)
+    return _folded(title, f"{table(part)}\n\n{how}\n\n{details}") + (f"\n\n{WARM}" if warm else "")
+
+
+def _folded(title: str, text: str) -> str:
+    """Markdown that opens on a click, on the site of the docs (by the extension md_in_html) and elsewhere."""
+    return f'<details markdown="1"><summary>{title}</summary>\n\n{text}\n\n</details>'
+
+
+def _commands(title: str, commands: list[str]) -> str:
+    shown = "\n".join(commands).replace("<", "&lt;").replace(">", "&gt;")
+    return f"<details><summary>{title}</summary><pre>{shown}</pre></details>"
 
 
 def _fewer(part: str, name: str) -> str:
@@ -112,10 +127,8 @@ def _thin_wire() -> str:
         f"{run['date']}; `python -m benchmarks.thin_wire --save`. A step alone took {min(alone):.3f} to {max(alone):.3f} s. "
         f"Bytes: `python -m benchmarks.thin_wire --bytes --save`, {counted['date']}.*"
     )
-    told = "\n".join(commands).replace(">", "&gt;")
-    return "\n".join(
-        [*lines, "", *check, "", how, "", f"<details><summary>The command of each run</summary><pre>{told}</pre></details>"]
-    )
+    tables = "\n".join([*lines, "", *check, "", how, "", _commands("The command of each run", commands)])
+    return _folded(f"Tables: {len(ratios)} ways to train at {len(speeds)} speeds, and how close plan and meter are", tables)
 
 
 def _factor(way: str, speed: str) -> str:

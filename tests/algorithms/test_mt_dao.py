@@ -617,7 +617,7 @@ def test_on_a_lossy_wire_parameters_are_equal_second_moments_positive_and_it_arr
 
 def held(opt: MTDAO) -> float:
     """Numbers of state per parameter element; a few counts of steps are not."""
-    tensors = [t for s in (opt.state, opt.inner.state) for entries in s.values() for t in entries.values()]
+    tensors = [t for s in (opt.own_state, opt.inner.state) for entries in s.values() for t in entries.values()]
     return sum(t.numel() for t in tensors if isinstance(t, Tensor) and t.numel() > 3) / 600
 
 

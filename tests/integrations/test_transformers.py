@@ -73,6 +73,7 @@ def method(name: str, link: Link) -> dict[str, Any]:
         "diloco": partial(thinwire.DiLoCo, H=H),
         "decoupled-diloco": partial(thinwire.DecoupledDiLoCo, H=H),
         "mt-dao": partial(thinwire.MTDAO, H=H),
+        "warm-start": partial(thinwire.WarmStart, steps=2, then=partial(thinwire.DiLoCo, H=H)),
     }
     return {"algorithm": algorithms[name]}
 
@@ -184,7 +185,7 @@ def resume(link: Link, name: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["diloco", "demo", "decoupled-diloco", "mt-dao"])
+@pytest.mark.parametrize("name", ["diloco", "demo", "decoupled-diloco", "mt-dao", "warm-start"])
 def test_two_workers_resume_between_two_rounds_bit_for_bit(name: str, pair: Pool, tmp_path: Path) -> None:
     a, b = pair.run(resume, 2, name, tmp_path)
     for told in (a, b):

@@ -6,19 +6,21 @@ import json
 import logging
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 from torch.optim import Optimizer
 
 from thinwire import checkpoint
 from thinwire.checkpoint import Resumed
+from thinwire.checkpoint.processes import Processes
 from thinwire.core.gates import handshake
 from thinwire.core.hashing import hash_tensors
 from thinwire.core.optimizer import Algorithm
 from thinwire.core.replicas import compare_replicas, copy_from
+from thinwire.core.state_layout import state_layout
 from thinwire.errors import CheckpointError, ConfigError, Diverged
-from thinwire.links import Link, Metered
+from thinwire.links import Link
 from thinwire.network import show_bytes
 from thinwire.payload import describe
 from thinwire.sharding.shards import local
@@ -33,7 +35,7 @@ def unwrapped(optimizer: object) -> object:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def is_thinwire(optimizer: object) -> bool:
+def is_thinwire(optimizer: object) -> TypeGuard[Any]:
     """Whether this is a thinwire optimizer: an `Algorithm`, or something that stands for one."""
     return isinstance(optimizer, Optimizer) and hasattr(optimizer, "shared_model")
 
@@ -83,45 +85,59 @@ def save_state(folder: Path | str, model: nn.Module, optimizer: Algorithm, sched
     Raises:
         CheckpointError: on all workers, where it could not be written.
     """
-    folder, link = Path(folder), optimizer.link
-    if link.rank == 0:
-        shutil.rmtree(folder / _FOLDER, ignore_errors=True)  # of an earlier run that had the same folder
-        folder.mkdir(parents=True, exist_ok=True)
-        if scheduler is not None:
-            (folder / _SCHEDULER).write_text(_as_json(scheduler))
-    extra = link.meter.state_dict() if isinstance(link, Metered) else {}
-    return checkpoint.save(folder / _FOLDER, model, optimizer, link, extra=extra, keep=1)
+    folder = Path(folder)
+    processes = _processes(optimizer)
+
+    def prepare() -> str:
+        if processes.first:
+            shutil.rmtree(folder / _FOLDER, ignore_errors=True)  # of an earlier run that had the same folder
+            folder.mkdir(parents=True, exist_ok=True)
+            if scheduler is not None:
+                (folder / _SCHEDULER).write_text(_as_json(scheduler))
+        return ""
+
+    processes.together(prepare, problem=f"could not write into {folder}: {{}}")
+    return checkpoint.save(folder / _FOLDER, model, optimizer, optimizer.link, extra=optimizer.meter.state_dict(), keep=1)
 
 
 def load_state(folder: Path | str, model: nn.Module, optimizer: Algorithm, scheduler: Any = None) -> Resumed:
     """Take over what `save_state` wrote; called by all workers.
 
     Raises:
-        CheckpointError: where there is nothing that fits, or it is damaged.
+        CheckpointError: on all workers, where there is nothing that fits, or it is damaged; a scheduler's state too.
     """
-    folder, link = Path(folder), optimizer.link
-    found = checkpoint.finished(folder / _FOLDER)
-    if not found:
-        raise CheckpointError(
-            f"{folder} holds no state of thinwire workers: it was not written by this adapter. To begin with its weights only, "
-            "load them into the model and start without a checkpoint"
-        )
-    resumed = checkpoint.load(found[-1], model, optimizer, link)
+    folder = Path(folder)
+    of_scheduler: list[Any] = []
+
+    def find() -> str:
+        found = checkpoint.finished(folder / _FOLDER)
+        if not found:
+            raise CheckpointError(
+                f"{folder} holds no state of thinwire workers: it was not written by this adapter, or is not on a disk that "
+                "all workers share. To begin with its weights only, load them into the model and start without a checkpoint"
+            )
+        if scheduler is not None:
+            of_scheduler.append(json.loads((folder / _SCHEDULER).read_text()))
+        return found[-1].name
+
+    name = _processes(optimizer).together(find, problem=f"could not read {folder}: {{}}")[0]
+    resumed = checkpoint.load(folder / _FOLDER / name, model, optimizer, optimizer.link)
     for note in resumed.notes:
         log.warning("%s: %s", folder, note)
-    if isinstance(link, Metered) and resumed.extra:
-        link.meter.load_state_dict(resumed.extra, handshake_repeats=True)
+    optimizer.meter.load_state_dict(resumed.extra, handshake_repeats=True)
     if scheduler is not None:
-        scheduler.load_state_dict(json.loads((folder / _SCHEDULER).read_text()))
+        scheduler.load_state_dict(of_scheduler[0])
     return resumed
 
 
 def wire_stats(optimizer: Algorithm) -> dict[str, float]:
-    """What this worker has sent, in how many rounds, and how long it waited; empty where its link is not metered."""
-    if not isinstance(optimizer.link, Metered):
-        return {}
-    totals = optimizer.link.meter.totals
+    """What this worker has sent, in how many rounds, and how long it waited."""
+    totals = optimizer.meter.totals  # not stats(), after which norms are measured in every round
     return {"wire_sent": totals.sent, "wire_rounds": totals.rounds, "wire_waiting": round(totals.waiting, 3)}
+
+
+def _processes(optimizer: Algorithm) -> Processes:
+    return Processes(optimizer.link, state_layout(optimizer).trained)
 
 
 def _as_json(scheduler: Any) -> str:

@@ -32,7 +32,8 @@ from thinwire.errors import ConfigError
 from thinwire.integrations import state
 from thinwire.integrations.accelerate import own_gradients, own_values
 from thinwire.integrations.optional import require
-from thinwire.links import Link, Metered, connect
+from thinwire.links import Link, connect
+from thinwire.links.metered import metered
 
 _Trainer: Any = require("transformers", extra="transformers").Trainer
 _Mixed: Any = object  # whatever trainer the mixin is mixed with
@@ -93,8 +94,7 @@ class ThinwireMixin(_Mixed):
         if self._made():
             self._go_on_from_best()
             return self.optimizer
-        link = self._link or connect()
-        link = link if isinstance(link, Metered) else Metered(link)
+        link, _ = metered(self._link or connect())  # before the optimizer, so that the start is counted too
         state.start_alike(link, self.model)
         made = super().create_optimizer(model)
         if not state.is_thinwire(made):

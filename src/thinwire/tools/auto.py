@@ -23,14 +23,14 @@ from thinwire.core.optimizer import Algorithm
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError, check_whole_number
 from thinwire.links.base import Link
-from thinwire.network import Network, parse_bandwidth, parse_duration
+from thinwire.network import GOODPUT, Network, parse_bandwidth, parse_duration
 from thinwire.optim import QuasiHyperbolic
 from thinwire.sharding.shards import local
 from thinwire.tools.advice import METHODS, Method, Wishes, advise
 from thinwire.tools.build import optimizer_of
 from thinwire.tools.config import RunConfig, resolve_algorithm
 from thinwire.tools.doctor.links import measure_ring
-from thinwire.tools.plan import GOODPUT, Cluster
+from thinwire.tools.plan import Cluster
 from thinwire.warm_start import WarmStart
 
 log = logging.getLogger("thinwire")

@@ -68,7 +68,7 @@ def arms_of(steps: int, workers: int) -> list[Arm]:
         Arm(
             f"DiLoCo, H={H}",
             f"the change of its weights, every {H} steps" if steps > H else "the change of its weights, once, at the end",
-            replace(job, algorithm="diloco", lr=1.5e-3, settings=outer),
+            replace(job, algorithm="diloco", lr=1.4e-3, settings=outer),
         ),
     ]
 

@@ -112,7 +112,7 @@ def measure(link: Link) -> Measurements:
     for a, b in itertools.combinations(range(link.size), 2):
         found = (Swap(*_numbers(told[x].get(str(y)), 3, x)) for x, y in ((a, b), (b, a)))
         pairs[a, b] = min(found, key=lambda swap: swap.bandwidth)
-    return _measure_ring(link, Measurements(pairs))
+    return _measure_ring(link, Measurements(pairs), Measurements(pairs).pair_bandwidth)
 
 
 def measure_ring(link: Link) -> Measurements:
@@ -127,7 +127,7 @@ def measure_ring(link: Link) -> Measurements:
         if seconds > TARGET / 3 or nbytes >= LARGEST:
             break
         nbytes *= 4
-    return _measure_ring(link, {}, rate)
+    return _measure_ring(link, Measurements(), rate)
 
 
 def tournament(players: int) -> list[list[int | None]]:
@@ -186,12 +186,18 @@ def _slower(link: Link, partner: int | None, seconds: float) -> float:
     return max(read_number(p, rank) for rank, p in zip(ranks, both, strict=True))
 
 
-def _measure_ring(link: Link, measured: Measurements) -> Measurements:
-    """With what an all-reduce takes, which the figures of the pairs can be checked by."""
+def _measure_ring(link: Link, measured: Measurements, slowest: float) -> Measurements:
+    """With what an all-reduce takes, which the figures of the pairs can be checked by.
+
+    Args:
+        link: between all ranks.
+        measured: the figures of the pairs, where there are any.
+        slowest: bits per second that its message is chosen by.
+    """
     hops = ring_hops("mean", link.size)
     small = statistics.median(_all_reduce(link, 4) for _ in range(9))
     per_byte = ring_traffic("mean", [1_000_000] * link.size, 0).sent / 1e6  # what a ring sends for one byte of a message
-    nbytes = int(min(RING, max(SMALLEST, measured.pair_bandwidth * 1.0 / 8 / per_byte))) // 4 * 4
+    nbytes = int(min(RING, max(SMALLEST, slowest / 8 / per_byte))) // 4 * 4
     seconds = statistics.median(_all_reduce(link, nbytes) for _ in range(3))
     bandwidth = 8 * nbytes * per_byte / max(seconds - small, 1e-9)
     said = tell_each_other(link, [small / hops, bandwidth, seconds])  # clocks differ: all go by the slowest

@@ -53,7 +53,7 @@ def round_of(number: int, **changes: Any) -> dict[str, Any]:
 
 
 def end(cursor: int, debt: list[int], held: dict[str, list[int]]) -> dict[str, Any]:
-    return {"event": "ended", "round": 3, "ledger": {"cursor": cursor, "debt": debt, "held": held}}
+    return {"event": "ended", "round": 3, "ledger": {"cursor": cursor, "done": 4, "debt": debt, "held": held}}
 
 
 JOINED = {"event": "joined", "begun": 0, "round": 1, "step": 0}

@@ -383,7 +383,9 @@ def main(events: int = 208, seed: int = 0, methods: tuple[str, ...] = tuple(METH
             record.append(NAME, row)
         failed |= any(row[name] for name in ZERO)
         verdict = ", ".join(f"{name} {row[name]}" for name in ZERO)
-        what = f"{row['algorithm']:17} {row['store']:6} {row['workers']} workers {row['events']:3} events {row['rounds']:4} rounds"
+        what = (
+            f"{row['algorithm']:17} {row['store']:6} {row['workers']} workers {row['events']:3} events {row['rounds']:4} rounds"
+        )
         print(f"{what}  {verdict}  requests {row['requests']}", flush=True)
     if failed:
         raise SystemExit(1)

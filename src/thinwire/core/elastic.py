@@ -61,7 +61,7 @@ class ElasticEngine(RoundEngine):
         super().__init__(optimizer, policy, tau)
         self.link, self.ledger, self.joined, self.carrying = link, Ledger(), False, False
         self.rates, self.history = Rates(optimizer), History(self)
-        self._invalid_in_row = self._reloads = 0
+        self._invalid_in_row = self._reloads = self._left_out = 0
 
     @property
     def elastic(self) -> ElasticEngine:
@@ -114,11 +114,23 @@ class ElasticEngine(RoundEngine):
         self.carrying = True
         if due := opt.schedule.due(opt.steps):
             counted = self._round(opt.steps, due, opt.send)
-            for _ in range(_RESENDS):
-                if not counted and not self.link.ended:
-                    counted = self._send_kept()
-            if not counted and not self.link.ended and (opt.carried() is None or self.block is None):
-                self.history.enter()  # with nothing: what it has trained on is issued again
+            self._left_out = 0 if counted else self._left_out + 1
+            if not counted and not self.link.ended:
+                self._catch_up()
+
+    def _catch_up(self) -> None:
+        """After a message that was left out: train on where this worker is not behind, else send at once what it kept."""
+        behind = self.follow() > 0
+        if not behind and self._left_out == 1 and self.opt.carried() is not None:
+            self.link.say("here")
+            return
+        counted = False
+        for _ in range(_RESENDS):
+            if not counted and not self.link.ended:
+                counted = self._send_kept()
+        self._left_out = 0 if counted else self._left_out
+        if not counted and not self.link.ended and (self.opt.carried() is None or self.block is None):
+            self.history.enter()  # with nothing: what it has trained on is issued again
 
     def finish(self) -> None:
         """Bring in what no round has counted yet, and tell the others that the run has ended."""

@@ -12,6 +12,7 @@ from thinwire.errors import ConfigError
 
 if TYPE_CHECKING:
     from thinwire.core.elastic import ElasticEngine
+    from thinwire.core.outgoing import Outgoing
     from thinwire.core.rounds import RoundEngine
 
 
@@ -56,6 +57,10 @@ class JoiningOptimizer(SlotOptimizer):
     def ended(self) -> bool:
         """Whether the run has ended: a worker has called `finish()`."""
         return self.engine.elastic is not None and self.engine.elastic.link.ended
+
+    def carried(self) -> Outgoing | None:
+        """What a worker whose message was not counted sends as soon as it has caught up; None where that is of no use."""
+        return self.engine.opt.send()
 
     def caught_up(self) -> None:
         """Told when this worker has followed rounds in which it took no steps."""

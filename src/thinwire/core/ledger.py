@@ -52,7 +52,8 @@ class Ledger:
         for who in [who for who, rounds in self.missing.items() if rounds > GRACE]:
             self.debt += self.held.pop(who, [])
             del self.missing[who]
-        for who in sorted(expected):
+        again = {who for who, rounds in self.missing.items() if rounds == 1}  # it may have been late by a moment, and trains on
+        for who in sorted({*expected, *again}):
             self.held.setdefault(who, []).append(self._next())
         self.done += len(done)
         return done

@@ -118,13 +118,6 @@ class Algorithm(JoiningOptimizer, Reporting):
         """The message that was in flight when a checkpoint was written, once more; for methods with tau > 0."""
         raise NotImplementedError
 
-    def carried(self) -> Outgoing | None:
-        """What a worker whose message was not counted sends as soon as it has caught up; None where that is of no use.
-
-        Only on an elastic link.
-        """
-        return self.send()
-
     def remember(self, outgoing: Outgoing) -> None:
         """Told what `send` gave, right before it is posted: keep what `send_again` needs, drop what is not needed any more."""
 

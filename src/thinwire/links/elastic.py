@@ -214,7 +214,7 @@ class ElasticLink(Link):
         return self._decide(posted=False)
 
     def say(self, kind: str) -> None:
-        """Tell the others in the round at hand "hello", "bye" or "end" (the run has reached its last step)."""
+        """Tell the others something in the round at hand: see `View.marks`; "end": the run has reached its last step."""
         self.store.create(self.place.key(f"{kind}-{self.rank}"), seal_text(self.signer, kind, self.place.chain))
 
     def close(self) -> None:
@@ -258,6 +258,7 @@ class ElasticLink(Link):
             return False
         view, there = self._view, set(self._view.messages)
         wanted = set(self.place.expected) if self.place.number else set(self.members)  # of round 0: those who found the run
+        wanted |= view.marks["here"]
         wanted -= view.bad | view.left | view.marks["hello"]  # who has just come has nothing to send
         if posted:
             late = waited > self.waits.deadline() and self.now() - self._since > self.waits.long_round()

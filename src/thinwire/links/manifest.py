@@ -8,7 +8,7 @@ Keys of a run:
 
     settings                    what the workers were started with, from whoever came first
     x/{n:08}/{id}               the message of worker id in round n
-    x/{n:08}/hello-{id}         "I have just come, and shall be there in the next round"; likewise bye-{id} and end-{id}
+    x/{n:08}/hello-{id}         "I have just come, and shall be there in the next round"; likewise here-, bye- and end-{id}
     x/{n:08}/manifest-{k}       k = 0, unless what stands there is unsound
     ckpt/{n:08}-{id}            the replicated state after round n
 """

@@ -12,7 +12,7 @@ from thinwire.links.signed import MESSAGE_NBYTES, Message, open_message, open_te
 
 log = logging.getLogger("thinwire")
 
-MARKS = ("hello", "bye", "end")
+MARKS = ("hello", "here", "bye", "end")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class View:
         messages: sound ones, by the ids of their senders.
         digests: SHA-256 of the objects they came in.
         bad: ids whose message is not sound.
-        marks: ids that said "hello", "bye" and "end".
+        marks: ids that said "hello", "here" (left out of the round before, but not late for this one), "bye" and "end".
     """
 
     def __init__(self, store: Store, signer: Signer, place: Place, members: tuple[int, ...]):

@@ -63,6 +63,7 @@ _HOME = {
     "TorchLink": "thinwire.links",
     "connect": "thinwire.links",
     "disconnect": "thinwire.links",
+    "join": "thinwire.links.join",
     "Network": "thinwire.network",
     "Payload": "thinwire.payload",
     "Every": "thinwire.schedules",
@@ -124,6 +125,7 @@ if TYPE_CHECKING:
         connect,
         disconnect,
     )
+    from thinwire.links.join import join
     from thinwire.network import Network
     from thinwire.payload import Payload
     from thinwire.schedules import Every, Periods, Staggered, Union, Warmup

@@ -260,8 +260,9 @@ def _worker(id: int, storm: Storm, folder: Path, url: str, environment: dict[str
                 _poison(trainer)
             trainer.one_step()
         trainer.optimizer.finish()
-        ledger = trainer.optimizer.engine.ledger.to_json()
-        diary.write({"event": "ended", "round": link.place.number, "ledger": ledger})
+        engine = trainer.optimizer.engine.elastic
+        assert engine is not None, "the link is elastic"
+        diary.write({"event": "ended", "round": link.place.number, "ledger": engine.ledger.to_json()})
 
 
 def _poison(trainer: Any) -> None:

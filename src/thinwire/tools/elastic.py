@@ -90,8 +90,13 @@ def _train(worker: ElasticTrainer, folder: Path, console: Console) -> int:
         metrics = MetricsFile(folder / "metrics.jsonl", after=worker.step)
         title = f"{config.algorithm} {config.task} worker {link.rank}"
         display = ElasticDisplay(title, config.steps, worker.task.unit, console=console, link=link)
+
+        def watch(now: Progress, /) -> None:
+            metrics(now)
+            display(now)
+
         with contextlib.closing(metrics), display:
-            progress = worker.run(lambda now: (metrics(now), display(now)))
+            progress = worker.run(watch)
     except KeyboardInterrupt:
         with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C does not wait for the store
             link.close()
@@ -116,7 +121,7 @@ def config_of_run(train: dict[str, Any], **mine: Any) -> RunConfig:
         what = f"unknown settings: {unknown}" if unknown else "no settings: its workers bring their own loop (thinwire.join)"
         raise ConfigError(f"this run cannot be joined by `thinwire train`: it has {what}")
     try:
-        given = {name: tuple(value) if isinstance(value, list) else value for name, value in train.items()}
+        given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in train.items()}
         config = replace(RunConfig(**given), **{name: value for name, value in mine.items() if value is not None})
         config.validate()
     except TypeError as error:
@@ -184,7 +189,9 @@ class ElasticTrainer:
         optimizer = self.optimizer
         for group in optimizer.param_groups:
             group["lr"] = self.config.lr_at(optimizer.steps + 1)
-        loss = self.task.loss(self.model, self.task.block(optimizer.block, optimizer.block_step))
+        block = optimizer.block
+        assert block is not None, "whoever has joined has a block"
+        loss = self.task.loss(self.model, self.task.block(block, optimizer.block_step))
         loss.backward()
         if self.config.clip_norm and not clips_itself(type(optimizer)):
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)

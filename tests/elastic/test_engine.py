@@ -147,7 +147,6 @@ def test_one_who_reads_along_is_bit_equal_and_is_never_waited_for() -> None:
         model = model_of()
         opt = build("demo", model.parameters(), link)
         if link.rank == 2:
-            opt.engine.link.longest = opt.message_nbytes()
             while opt.steps < 6:
                 opt.follow()
                 link.elapse(0.05)

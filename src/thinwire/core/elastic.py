@@ -90,9 +90,6 @@ class ElasticEngine(RoundEngine):
     def join(self, schedulers: Sequence[LRScheduler] = ()) -> None:
         """Take the state of the run, follow it to its newest round, and be expected in the next one."""
         opt, self.rates.schedulers = self.opt, tuple(schedulers)
-        full = opt.message_of(tuple(range(opt.schedule.fragments)))
-        assert full is not None
-        self.link.longest = full.nbytes(1, gathered=True)
         self.link.terms = self._terms(0)
         check_door(self.link, opt, compare_values=self.link.archive.newest() < 0)
         self.history.begin_at_checkpoint(needed=False)
@@ -104,6 +101,10 @@ class ElasticEngine(RoundEngine):
 
     def follow(self) -> int:
         """Apply all rounds that are decided, without a message; how many there were."""
+        if not self.joined:
+            full = self.opt.message_of(tuple(range(self.opt.schedule.fragments)))
+            assert full is not None
+            self.link.longest = full.nbytes(1, gathered=True)
         return self.history.follow()
 
     # --- Taking part ------------------------------------------------------------------------------------------------------

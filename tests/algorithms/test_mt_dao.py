@@ -107,6 +107,7 @@ def alignment(beta: float, omega: float, *, d: int = 400, M: int = 4, K: int = 3
     return sum(to_mean) / len(to_mean), sum(to_momentum) / len(to_momentum)
 
 
+@pytest.mark.slow  # three trainings; the identities above are what it rests on
 def test_a_slow_momentum_keeps_workers_aligned() -> None:
     fast, medium, ours = alignment(0.9, 1.0), alignment(0.95, 1.0), alignment(0.999, 0.95)
     for i in range(2):

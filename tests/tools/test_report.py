@@ -474,6 +474,7 @@ def test_a_report_is_refreshed_until_all_runs_have_ended(
     assert 'http-equiv="refresh"' not in (tmp_path / "report.html").read_text(), "nothing changes any more"
 
 
+@pytest.mark.slow  # draws many figures; the refreshing above ends too
 def test_watching_ends_with_ctrl_c_and_where_nothing_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

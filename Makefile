@@ -18,11 +18,12 @@ demo: $(VENV)/.core ## Train a small GPT on 2 real workers with 3 methods: loss,
 test: lint types docs ## Lint, types, docs and the quick tests (what CI runs; about 9 minutes on 2 cores).
 	$(PYTEST)
 
-test-full: lint types docs $(VENV)/.frameworks ## The same with the slow tests and real frameworks (about 25 minutes on 2 cores without the frameworks).
+test-full: lint types docs $(VENV)/.frameworks $(VENV)/.servers ## The same with the slow tests, real servers and frameworks (about 25 minutes on 2 cores without the frameworks).
 	$(PYTEST) -m ""
 
-chaos: $(VENV)/.dev ## Kill workers of 5 methods again and again; each run must end as if nothing had happened.
+chaos: $(VENV)/.servers ## Kill workers of 5 methods again and again; each run must end as if nothing had happened.
 	$(BIN)/python -m benchmarks.chaos
+	$(BIN)/python -m benchmarks.elastic
 
 lint: $(VENV)/.dev ## Ruff (rules and format) and the import layers.
 	$(BIN)/ruff check .
@@ -40,6 +41,7 @@ bench: $(VENV)/.dev ## Speed, bytes and memory as ratios against peers in the sa
 	$(BIN)/python -m benchmarks.optimizers
 	$(BIN)/python -m benchmarks.wire
 	$(BIN)/python -m benchmarks.fuzz
+	$(BIN)/python -m benchmarks.fuzz_objects
 
 evidence: $(VENV)/.dev ## Run one row of every table of the results anew and say how close it comes (about 15 minutes).
 	$(BIN)/python -m benchmarks.reproduce
@@ -67,4 +69,8 @@ $(VENV)/.dev: $(VENV)/.python pyproject.toml constraints.txt
 
 $(VENV)/.frameworks: $(VENV)/.dev
 	$(PIP) -e '.[frameworks]'
+	@touch $@
+
+$(VENV)/.servers: $(VENV)/.dev
+	$(PIP) -e '.[servers]'
 	@touch $@

@@ -84,7 +84,7 @@ def _folded(title: str, text: str) -> str:
 
 def _commands(title: str, commands: list[str]) -> str:
     shown = "\n".join(commands).replace("<", "&lt;").replace(">", "&gt;")
-    return f"<details><summary>{title}</summary><pre>{shown}</pre></details>"
+    return f"<details><summary>{title}</summary><pre><code>{shown}</code></pre></details>"
 
 
 def _fewer(part: str, name: str) -> str:

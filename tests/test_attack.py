@@ -30,6 +30,7 @@ from thinwire.errors import CheckpointError, Diverged, FingerprintMismatch, NonF
 from thinwire.links import LinkDecorator, Metered, Ticket
 from thinwire.links.ddp import MeteredDDP
 from thinwire.links.torch import TorchLink
+from thinwire.log import of_all_workers
 from thinwire.network import Op
 from thinwire.payload import LONGEST, Payload
 from thinwire.tools.command_flags import TrainFlags
@@ -389,6 +390,12 @@ def _resend(link: Link, forge: Forge) -> tuple[str, str]:
     return outcome(run)
 
 
+def _metrics(link: Link) -> tuple[str, str]:
+    """One that sends noise for its figures: loggers leave out what is not finite, and the others' figures stand."""
+    used = Hostile(link, "metrics", all_bits) if link.rank == 1 else link
+    return outcome(lambda: [name for name, value in of_all_workers(used, {"sent": 1.0}).items() if math.isfinite(value)])
+
+
 ATTACKS: dict[str, list[tuple[Callable[..., tuple[str, str]], tuple[Any, ...], type[Exception] | str]]] = {
     "round": [(_round, (), NonFiniteRound), (_gathered_round, (), WireError)],
     "alarm": [(_alarm, (), Diverged)],
@@ -407,6 +414,7 @@ ATTACKS: dict[str, list[tuple[Callable[..., tuple[str, str]], tuple[Any, ...], t
     "vote": [(_vote, (), WireError)],
     "resync": [(_resync, (), "0.0")],
     "refusals": [(_refusals, (), NonFiniteRound)],
+    "metrics": [(_metrics, (), "['worker0/sent', 'worker2/sent']")],
 }
 ELSEWHERE = {
     "handshake": "test_a_hostile_handshake_ends_on_all_workers_with_a_short_message",

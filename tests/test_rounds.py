@@ -351,7 +351,7 @@ def test_one_huge_gradient_leaves_nothing_in_any_state_and_training_goes_on(name
             opt.step()
             opt.zero_grad()
         opt.finish()
-        for p, entries in [*opt.state.items(), *getattr(getattr(opt, "inner", None), "state", {}).items()]:
+        for p, entries in [*opt.own_state.items(), *getattr(getattr(opt, "inner", None), "state", {}).items()]:
             for key, t in entries.items():
                 if isinstance(t, Tensor):
                     assert all_finite([t], 1e6), f"{key} of {tuple(p.shape)}: {t.abs().max()}"

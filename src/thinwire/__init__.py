@@ -50,6 +50,9 @@ _HOME = {
     "post": "thinwire.core.exchange",
     "share": "thinwire.core.average",
     "swap": "thinwire.core.average",
+    "BlockSampler": "thinwire.core.blocks",
+    "block_stream": "thinwire.core.blocks",
+    "ElasticLink": "thinwire.links",
     "Peers": "thinwire.links",
     "Flaky": "thinwire.links",
     "Link": "thinwire.links",
@@ -60,6 +63,7 @@ _HOME = {
     "TorchLink": "thinwire.links",
     "connect": "thinwire.links",
     "disconnect": "thinwire.links",
+    "join": "thinwire.links.join",
     "Network": "thinwire.network",
     "Payload": "thinwire.payload",
     "Every": "thinwire.schedules",
@@ -67,6 +71,7 @@ _HOME = {
     "Staggered": "thinwire.schedules",
     "Union": "thinwire.schedules",
     "Warmup": "thinwire.schedules",
+    "Churn": "thinwire.sim",
     "World": "thinwire.sim",
     "WarmStart": "thinwire.warm_start",
     "auto": "thinwire.tools.auto",
@@ -99,6 +104,7 @@ if TYPE_CHECKING:
         parse_codec,
     )
     from thinwire.core.average import average, share, swap
+    from thinwire.core.blocks import BlockSampler, block_stream
     from thinwire.core.buffers import running_statistics
     from thinwire.core.exchange import post
     from thinwire.core.optimizer import Algorithm
@@ -107,6 +113,7 @@ if TYPE_CHECKING:
     from thinwire.core.replicas import broadcast
     from thinwire.core.wrapper import Wrapper
     from thinwire.links import (
+        ElasticLink,
         Flaky,
         Link,
         Metered,
@@ -118,10 +125,11 @@ if TYPE_CHECKING:
         connect,
         disconnect,
     )
+    from thinwire.links.join import join
     from thinwire.network import Network
     from thinwire.payload import Payload
     from thinwire.schedules import Every, Periods, Staggered, Union, Warmup
-    from thinwire.sim import World
+    from thinwire.sim import Churn, World
     from thinwire.tools.auto import auto
     from thinwire.warm_start import WarmStart
 

@@ -9,18 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from tests.conformance.training import Awkward, assert_same, backward, build, model_of, snapshot
+from tests.tiers import first_quick
 from thinwire import MTDAO, Dense, Link, LocalSGD, SoloLink, StreamingDiLoCo, World
 from thinwire.errors import ConfigError
 
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [
-        ("streaming-diloco", {"fragments": 1, "tau": 1}),
-        ("streaming-diloco", {"fragments": 2, "tau": 3, "layout": "strided"}),
-        ("demo", {"delay": True}),
-        ("demo", {"delay": True, "phi": "adam"}),
-    ],
+    first_quick(
+        [
+            ("streaming-diloco", {"fragments": 2, "tau": 3, "layout": "strided"}),
+            ("demo", {"delay": True, "phi": "adam"}),
+            ("streaming-diloco", {"fragments": 1, "tau": 1}),
+            ("demo", {"delay": True}),
+        ],
+        quick=2,
+    ),
 )
 def test_a_group_that_comes_while_a_message_is_under_way_is_not_part_of_it(name: str, settings: dict[str, Any]) -> None:
     def trained(link: Link, at: int) -> tuple[list[Tensor], Awkward]:

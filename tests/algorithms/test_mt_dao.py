@@ -107,6 +107,7 @@ def alignment(beta: float, omega: float, *, d: int = 400, M: int = 4, K: int = 3
     return sum(to_mean) / len(to_mean), sum(to_momentum) / len(to_momentum)
 
 
+@pytest.mark.slow  # three trainings; the identities above are what it rests on
 def test_a_slow_momentum_keeps_workers_aligned() -> None:
     fast, medium, ours = alignment(0.9, 1.0), alignment(0.95, 1.0), alignment(0.999, 0.95)
     for i in range(2):
@@ -617,7 +618,7 @@ def test_on_a_lossy_wire_parameters_are_equal_second_moments_positive_and_it_arr
 
 def held(opt: MTDAO) -> float:
     """Numbers of state per parameter element; a few counts of steps are not."""
-    tensors = [t for s in (opt.state, opt.inner.state) for entries in s.values() for t in entries.values()]
+    tensors = [t for s in (opt.own_state, opt.inner.state) for entries in s.values() for t in entries.values()]
     return sum(t.numel() for t in tensors if isinstance(t, Tensor) and t.numel() > 3) / 600
 
 

@@ -319,7 +319,7 @@ def test_refusals_in_a_row_end_in_the_same_error_on_all_workers(name: str, size:
     assert aborted == 3
 
 
-@every
+@pytest.mark.parametrize("name", first_quick(NAMES, quick=3))
 def test_zero_never_gives_up_and_a_wrong_number_is_refused(name: str) -> None:
     def worker(link: thinwire.Link) -> int:
         model = model_of()
@@ -701,7 +701,7 @@ def _add_and_skip(link: thinwire.Link, name: str, at: int) -> tuple[list, int]:
     return snapshot(model), opt.message_nbytes()
 
 
-@pytest.mark.parametrize("name", first_quick(NAMES, quick=6))
+@pytest.mark.parametrize("name", first_quick(NAMES, quick=3))
 def test_a_group_may_be_added_before_a_step_that_is_skipped(name: str, pool: Pool) -> None:
     for at in range(1, 2 * H + 1):
         simulated = World(2).run(lambda link, at=at: _add_and_skip(link, name, at))

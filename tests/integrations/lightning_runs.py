@@ -21,6 +21,11 @@ from tests.integrations.frameworks import foreign_collectives, said
 from thinwire import Algorithm, Link
 from thinwire.integrations.lightning import ThinwireStrategy
 
+
+def _diloco(inner: torch.optim.Optimizer, link: Link) -> Algorithm:
+    return thinwire.DiLoCo(inner, link, H=8)
+
+
 Make = Callable[[list[nn.Parameter], Link], Algorithm]
 
 METHODS: dict[str, Make] = {
@@ -28,6 +33,7 @@ METHODS: dict[str, Make] = {
     "demo": lambda params, link: thinwire.DeMo(params, link, lr=1e-2),
     "decoupled-diloco": lambda params, link: thinwire.DecoupledDiLoCo(torch.optim.AdamW(params, lr=1e-2), link, H=8),
     "mt-dao": lambda params, link: thinwire.MTDAO(torch.optim.AdamW(params, lr=1e-2), link, H=8),
+    "warm start": lambda params, link: thinwire.WarmStart(torch.optim.AdamW(params, lr=1e-2), link, steps=5, then=_diloco),
 }
 
 

@@ -31,9 +31,10 @@ def alone() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alone")
-def test_setup_leaves_the_model_as_it_is(tmp_path: Path) -> None:
-    straight = runs.train(1, 0, tmp_path)
-    again = runs.train(1, 0, tmp_path, resume=True)
+@pytest.mark.parametrize("method", ["diloco", "warm start"])
+def test_setup_leaves_the_model_as_it_is(tmp_path: Path, method: str) -> None:
+    straight = runs.train(1, 0, tmp_path, method)
+    again = runs.train(1, 0, tmp_path, method, resume=True)
     assert straight["plain"] and straight["foreign"] == {}
     assert torch.equal(straight["end"], straight["shared"])
     assert torch.equal(straight["end"], again["end"])

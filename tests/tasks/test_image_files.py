@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from thinwire.errors import ConfigError, MissingData, MissingDependency
+from thinwire.errors import ConfigError, MissingData, MissingDependency, how_to_install
 from thinwire.tasks import image_files, make_task
 from thinwire.tasks.image_files import ImageSet, load_images, read_idx, read_sheet
 from thinwire.tasks.images import ImageTask
@@ -223,14 +224,14 @@ def test_digits_have_a_fixed_test_set():
 def test_missing_scikit_learn(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     image_files._digits.cache_clear()
-    with pytest.raises(MissingDependency, match=r"digits needs scikit-learn: pip install 'thinwire\[images\]'"):
+    with pytest.raises(MissingDependency, match=re.escape(f"digits needs scikit-learn: {how_to_install('images')}")):
         make_task("cnn-digits")
 
 
 def test_missing_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_cifar(tmp_path)
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(MissingDependency, match=r"cifar needs Pillow: pip install 'thinwire\[images\]'"):
+    with pytest.raises(MissingDependency, match=re.escape(f"cifar needs Pillow: {how_to_install('images')}")):
         make_task("cnn-cifar", data=tmp_path)
 
 

@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 
 from tests.processes import LIMIT, until
+from tests.tiers import first_quick
 from thinwire.errors import ConfigError
 from thinwire.tools import lab as lab_module
 from thinwire.tools import namespaces as net
@@ -407,7 +408,7 @@ def test_up_status_run_and_down(name: str, capfd: pytest.CaptureFixture[str]) ->
 
 @real
 @pytest.mark.parametrize("borrowed", [False, True], ids=["a lab of its own", "a lab that is up"])
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("stop", first_quick([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
 def test_who_is_stopped_leaves_no_process_and_no_namespace_of_his(stop: signal.Signals, borrowed: bool, name: str) -> None:
     rates = Lab(2, name=name, bandwidth=50e6).rates
     flags = ["--name", name, "--bandwidth", "20mbit"] if borrowed else []

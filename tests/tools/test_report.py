@@ -360,6 +360,18 @@ def test_the_command_shows_the_table_and_writes_page_and_pngs(kept: Path, capsys
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in pictures)
 
 
+def test_a_pipe_has_all_columns_unless_it_says_how_wide_it_is(
+    kept: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`compare` shows the same table."""
+    widths = {}
+    for columns in ("", "80"):
+        monkeypatch.setenv("COLUMNS", columns)
+        _, out, _ = call(capsys, str(kept), "--no-html")
+        widths[columns] = max(len(line.rstrip()) for line in out.splitlines() if line.startswith(("┏", "│")))
+    assert widths["80"] <= 80 < widths[""]
+
+
 def test_no_html_writes_nothing(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, str(kept / "records.jsonl"), "--no-html")
     assert (code, "report:" in out) == (0, False)
@@ -462,6 +474,7 @@ def test_a_report_is_refreshed_until_all_runs_have_ended(
     assert 'http-equiv="refresh"' not in (tmp_path / "report.html").read_text(), "nothing changes any more"
 
 
+@pytest.mark.slow  # draws many figures; the refreshing above ends too
 def test_watching_ends_with_ctrl_c_and_where_nothing_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

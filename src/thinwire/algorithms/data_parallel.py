@@ -75,6 +75,9 @@ class DataParallel(Wrapper):
         present = torch.tensor([float(p.grad is not None) for p in self._active], device=_device(grads))
         return self.outgoing([*grads, present])
 
+    def carried(self) -> None:
+        """Nothing: a gradient that came too late was one of other parameters."""
+
     def apply(self, arrived: Arrived) -> None:
         """One synchronous step."""
         *mean, somewhere = arrived.mean  # g <- mean_i g_i

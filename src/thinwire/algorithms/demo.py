@@ -161,6 +161,8 @@ class DeMo(Algorithm):
         """The fast part of the momentum as it is: what was sent leaves it only in `apply`."""
         return self.outgoing(self.params(), slots=self.slot("momentum"), mean=self.mean, invalid=False)
 
+    carried = send_again  # of a message that was not counted the gradient is in the momentum already
+
     def remember(self, outgoing: Outgoing) -> None:  # noqa: ARG002
         """The gradient is about to enter the momentum, and is not kept until the next step."""
         self._g = []

@@ -103,4 +103,4 @@ class DiLoCo(Wrapper):
         before, which = self.anchor_before(arrived), arrived.which
         D = self.merge.merged(arrived.mean, self.shards)  # D <- mean_i D_i
         self.outer.step(self.part("anchor", which), D, self.part("momentum", which))  # m <- mu m + D;  a <- a - eta (D + mu m)
-        self.follow(arrived, before=before)
+        self.move_to_anchor(arrived, before=before)

@@ -78,4 +78,4 @@ class LocalSGD(Wrapper):
         """Everyone takes the mean."""
         before = self.anchor_before(arrived)
         overwrite(self.slot("anchor"), arrived.mean)  # x <- mean_i x_i
-        self.follow(arrived, before=before)
+        self.move_to_anchor(arrived, before=before)

@@ -90,7 +90,8 @@ class MTDAO(StateAveraging, Wrapper):
         codecs = state_codecs(list(periods), codec)
         exact = all(codecs["param"].holds(p.dtype) for group in inner.param_groups for p in group["params"])
         slots: dict[str, Start] = {}
-        if not exact or not self.outer.plain or Policy.of(options).on_abort == "restore":
+        keep = Policy.of(options).on_abort == "restore" or link.elastic is not None  # what a worker left out has done since
+        if not exact or not self.outer.plain or keep:
             slots["anchor"] = "param"
         if not exact:
             slots["residual"] = "zeros"

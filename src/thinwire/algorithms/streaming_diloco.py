@@ -114,7 +114,7 @@ class StreamingDiLoCo(Fragments, Wrapper):
         if alpha:
             overwrite(x, [a_.lerp(x_.to(a_.dtype), alpha) for a_, x_ in zip(a, x, strict=True)])
         else:
-            self.follow(arrived, before=before)
+            self.move_to_anchor(arrived, before=before)
 
     def whole_round(self) -> bool:
         """Whether all workers are equal after this round."""

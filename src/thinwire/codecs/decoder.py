@@ -75,6 +75,11 @@ class Received:
             self._factors = np.asarray(self.mean.factors([math.sqrt(s) for s in squares]), np.float32)
 
     @property
+    def largest(self) -> float:
+        """The largest value in any of the messages, or a bound on it."""
+        return self._largest
+
+    @property
     def safe(self) -> bool:
         """Whether no sum of these messages can leave the range of float32, whatever the transform does."""
         longest = max((group.L for group in self.plan.layout.groups), default=1)

@@ -44,12 +44,12 @@ class Parts(Codec):
     def encode(self, tensors: Sequence[Tensor], *, round: int = 0, spare: int = 0) -> Payload:
         """Every part by its own codec."""
         assert spare == 0, "only linear codecs leave room behind a message"
-        return Payload(torch.cat([_framed(c, c.encode(some, round=round), some) for c, some in self._dealt(tensors)]))
+        return Payload(torch.cat([framed(c, c.encode(some, round=round), some) for c, some in self._dealt(tensors)]))
 
     def encode_finite(self, tensors: Sequence[Tensor], *, round: int = 0) -> tuple[Payload, bool]:
         """The message, and whether all that receivers will read in it is finite."""
         made = [(codec, some, *codec.encode_finite(some, round=round)) for codec, some in self._dealt(tensors)]
-        return Payload(torch.cat([_framed(c, body, some) for c, some, body, _ in made])), all(finite for *_, finite in made)
+        return Payload(torch.cat([framed(c, body, some) for c, some, body, _ in made])), all(finite for *_, finite in made)
 
     def decode(self, payload: Payload, like: Sequence[Tensor], *, round: int = 0) -> list[Tensor]:
         """The tensors of all parts."""
@@ -68,7 +68,7 @@ class Parts(Codec):
 
     def nbytes(self, like: Sequence[Tensor]) -> int:
         """The sum over the parts."""
-        return sum(_nbytes(codec, some) for codec, some in self._dealt(like))
+        return sum(framed_nbytes(codec, some) for codec, some in self._dealt(like))
 
     def _dealt(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Codec, Sequence[Tensor]]]:
         """Each part's codec with its tensors."""
@@ -92,16 +92,13 @@ class Parts(Codec):
             raise WireError(f"a message of {raw.numel()} bytes, where these shapes and {self!r} make {self.nbytes(like)}")
         start = 0
         for codec, some in self._dealt(like):
-            length = _nbytes(codec, some)
-            body = raw[start : start + length].clone()  # a copy, since numbers must be aligned
-            if codec.linear:
-                same_part(part_header(0, *_told(codec, some)), body[:PART_NBYTES].cpu().numpy())
-                body = body[PART_NBYTES:]
-            yield payload.like(body)
+            length = framed_nbytes(codec, some)
+            yield unframed(codec, payload.like(raw[start : start + length].clone()), some)  # a copy: numbers must be aligned
             start += length
 
 
-def _nbytes(codec: Codec, like: Sequence[Tensor]) -> int:
+def framed_nbytes(codec: Codec, like: Sequence[Tensor]) -> int:
+    """Length in bytes of what `framed` gives."""
     return codec.nbytes(like) + PART_NBYTES * codec.linear
 
 
@@ -112,7 +109,15 @@ def _told(codec: Codec, like: Sequence[Tensor]) -> tuple[int, int, int]:
     return blocks, codec.nbytes(like), VALUE_FORMATS.number(values, default=0)
 
 
-def _framed(codec: Codec, body: Payload, like: Sequence[Tensor]) -> Tensor:
+def unframed(codec: Codec, body: Payload, like: Sequence[Tensor]) -> Payload:
+    """The body that `framed` was given; a `WireError` where the header of its part is not what it must be."""
+    if not codec.linear:
+        return body
+    same_part(part_header(0, *_told(codec, like)), body.data[:PART_NBYTES].cpu().numpy())
+    return body.like(body.data[PART_NBYTES:])
+
+
+def framed(codec: Codec, body: Payload, like: Sequence[Tensor]) -> Tensor:
     """A body in parts; that of a linear codec, which has none by itself, in one."""
     raw = body.raw()
     if not codec.linear:

@@ -47,7 +47,7 @@ class Exchange(ABC):
     """A message in flight.
 
     Args:
-        link: the wire.
+        link: the wire; None to read the messages of others without sending one.
         outgoing: this worker's contribution; not changed, but for its slots.
         peers: who takes part.
         round: number of the round, for codecs that change with it.
@@ -59,7 +59,7 @@ class Exchange(ABC):
 
     def __init__(
         self,
-        link: Link,
+        link: Link | None,
         outgoing: Outgoing,
         *,
         peers: Peers,
@@ -78,9 +78,12 @@ class Exchange(ABC):
         self.like = [torch.empty_like(t, device="meta") for t in outgoing.tensors]
         self.encoded: Encoded | None = None
         self.sent: list[Tensor] = []
-        body, invalid = self._encode_slots(largest) if outgoing.slots is not None else self._encode(largest)
-        payload, op = self._message(replace(body, purpose=purpose), any_shard(invalid))
-        self.posted, self.ticket = payload, link.post(payload, op)
+        if link is not None:
+            body, invalid = self._encode_slots(largest) if outgoing.slots is not None else self._encode(largest)
+            payload, op = self._message(replace(body, purpose=purpose), any_shard(invalid))
+            self.posted, self.ticket = payload, link.post(payload, op)
+        elif outgoing.slots is not None:
+            self.outgoing, self.codec = replace(outgoing, tensors=self.like), Chain.of(self.codec)
 
     @abstractmethod
     def _message(self, body: Payload, invalid: bool) -> tuple[Payload, Op]:
@@ -106,7 +109,7 @@ class Exchange(ABC):
     def _encode(self, largest: float) -> tuple[Payload, bool]:
         """The body, with room behind it, and whether the contribution is invalid."""
         codec, tensors, spare = self.codec, self.outgoing.tensors, self.spare
-        scaled = [t * self.weight for t in tensors] if codec.linear and self.weight is not None else tensors
+        scaled = [t * self.weight for t in tensors] if spare and self.weight is not None else tensors
         if isinstance(codec, Dense):
             body = codec.encode(scaled, round=self.round, spare=spare)
             values = body.data if codec.linear else body.data[PART_NBYTES:]
@@ -121,7 +124,7 @@ class Exchange(ABC):
         elif self.outgoing.want_sent:  # decoded from a copy: the link reduces into the payload's own buffer
             copy = body.like(body.data[: body.data.numel() - spare].clone())
             self.sent = codec.decode(copy, tensors, round=self.round)
-            if codec.linear and self.weight:
+            if spare and self.weight:
                 self.sent = [s / self.weight for s in self.sent]
         return body, bool(self.outgoing.invalid) or not finite
 
@@ -230,12 +233,13 @@ class Gathered(Exchange):
         return fingerprint(self.codec, self.like)
 
     def _message(self, body: Payload, invalid: bool) -> tuple[Payload, Op]:
-        weight = 1.0 if self.weight is None else self.weight
-        envelope = Envelope(self.peers.id, weight, invalid=invalid, missing=self.missing)
         if self.outgoing.pair is not None:
             body = replace(body, partner=next((r for r in self.outgoing.pair if r != self.peers.rank), None))
-        sealed = seal(body, envelope, fingerprint=self._fingerprint, round=self.round)
+        sealed = seal(body, self._envelope(invalid), fingerprint=self._fingerprint, round=self.round)
         return sealed, "gather" if self.outgoing.pair is None else "pair"
+
+    def _envelope(self, invalid: bool) -> Envelope:
+        return Envelope(self.peers.id, 1.0 if self.weight is None else self.weight, invalid=invalid, missing=self.missing)
 
     def _open(self, payloads: list[Payload]) -> tuple[list[Payload], list[float] | None, list[int]]:
         nbytes = self.codec.nbytes(self.like)
@@ -258,9 +262,9 @@ class Gathered(Exchange):
             mine = ids.index(self.peers.id)
             return self._arrived(ids, _each=[each[mine], each[-1 - mine]]), True
         messages = Messages(bodies, self.like, self.round, self.outgoing.mean, weights, ids)
-        if self.encoded is not None:
+        if self.outgoing.slots is not None:
             assert isinstance(self.codec, Chain)
-            own = (ids.index(self.peers.id), self.encoded) if self.peers.id in ids else None
+            own = (ids.index(self.peers.id), self.encoded) if self.encoded and self.peers.id in ids else None
             received = self.codec.receive(messages, own=own)
             return self._arrived(ids, _received=received), received.safe
         combined = self.codec.combine(messages)

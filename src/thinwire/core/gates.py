@@ -77,22 +77,36 @@ def handshake(
         return
     if not odd:
         raise FingerprintMismatch("workers were started differently: another shard of this worker says in what")
-    text = json.dumps(_condensed(told), default=str).encode()
+    text = json.dumps(condensed(told), default=str).encode()
     if len(text) > LONGEST["handshake"]:
         text = json.dumps({"settings": f"{len(text)} bytes, too long to tell, with hash {_sha(text)}"}).encode()
     texts = link.all_gather(Payload.of_bytes(text, purpose="handshake"))
     first, *others = [read_json(t, rank, dict) for rank, t in enumerate(texts)]
     for rank, other in enumerate(others, start=1):
-        found = _differences(first, other, rank)
-        try:
-            differences, rest = [*itertools.islice(found, 3)], sum(1 for _ in found)
-        except RecursionError:
-            raise WireError("settings that are nested too deep", rank=rank) from None
-        if differences:
-            more = f" (and {rest} more)" if rest else ""
-            hint = next((how for what, how in _HINTS.items() if what in differences[0]), "")
-            raise FingerprintMismatch(f"workers were started differently: {'; '.join(differences)}{more}{hint}")
+        compare_settings(first, other, ("on rank 0", f"on rank {rank}"))
     raise WireError("its settings are said to differ from rank 0's, but are the same", rank=odd[0])
+
+
+def compare_settings(first: object, other: object, where: tuple[str, str]) -> None:
+    """Refuse settings that differ from others.
+
+    Args:
+        first: what the others have.
+        other: what this worker, or one of the others, has.
+        where: the two are, in words: "on rank 0" and "on rank 1".
+
+    Raises:
+        FingerprintMismatch: naming what differs, where, and both values.
+    """
+    found = _differences(first, other, where)
+    try:
+        differences, rest = [*itertools.islice(found, 3)], sum(1 for _ in found)
+    except RecursionError:
+        raise WireError(f"settings {where[1]} that are nested too deep") from None
+    if differences:
+        more = f" (and {rest} more)" if rest else ""
+        hint = next((how for what, how in _HINTS.items() if what in differences[0]), "")
+        raise FingerprintMismatch(f"workers were started differently: {'; '.join(differences)}{more}{hint}")
 
 
 _VERSION = 2  # of the first message; in the fingerprint, so that workers of two versions tell each other
@@ -138,21 +152,21 @@ class _Missing:
 _MISSING = _Missing()
 
 
-def _differences(first: object, other: object, rank: int, name: str = "") -> Iterator[str]:
+def _differences(first: object, other: object, where: tuple[str, str], name: str = "") -> Iterator[str]:
     """What differs, as sentences, one per leaf."""
     if isinstance(first, dict) and isinstance(other, dict):
         for k in [*first, *(k for k in other if k not in first)]:  # in the order of telling: the method before its details
-            yield from _differences(first.get(k, _MISSING), other.get(k, _MISSING), rank, f"{name}.{k}" if name else k)
+            yield from _differences(first.get(k, _MISSING), other.get(k, _MISSING), where, f"{name}.{k}" if name else k)
     elif isinstance(first, list) and isinstance(other, list) and len(first) == len(other):
         for i, (a, b) in enumerate(zip(first, other, strict=True)):
-            yield from _differences(a, b, rank, f"{name}[{i}]")
+            yield from _differences(a, b, where, f"{name}[{i}]")
     elif isinstance(first, list) and isinstance(other, list):
-        yield f"{_short(name)} has {len(first)} entries on rank 0 and {len(other)} on rank {rank}"
+        yield f"{_short(name)} has {len(first)} entries {where[0]} and {len(other)} {where[1]}"
     # As text, so that 1 and True are two things.
     elif json.dumps(first, default=repr) != json.dumps(other, default=repr):
         if name.startswith((STARTING, FROZEN)):  # of them only a hash is known
             name = f"the {name} {'differ: their' if name.startswith(FROZEN) else 'differs: its'} hash"
-        yield f"{_short(name)} is {_short(repr(first))} on rank 0 and {_short(repr(other))} on rank {rank}"
+        yield f"{_short(name)} is {_short(repr(first))} {where[0]} and {_short(repr(other))} {where[1]}"
 
 
 def _short(text: str, limit: int = 100) -> str:
@@ -161,16 +175,16 @@ def _short(text: str, limit: int = 100) -> str:
     return "".join(c if c.isprintable() else "?" for c in cut)
 
 
-def _condensed(value: object, run: int = 1000) -> object:
+def condensed(value: object, run: int = 1000) -> object:
     """A fingerprint without what would be too long to tell: of long lists and texts, the length and hashes of the parts."""
     if isinstance(value, Mapping):
-        return {k: _condensed(v) for k, v in value.items()}
+        return {k: condensed(v) for k, v in value.items()}
     if isinstance(value, list | tuple) and len(value) > run:
         parts = [value[i : i + run] for i in range(0, len(value), run)]
         hashes = {f"hash of entries from {i * run}": _sha(json.dumps(p, default=str).encode()) for i, p in enumerate(parts)}
         return {"number of entries": len(value), **hashes}
     if isinstance(value, list | tuple):
-        return [_condensed(v) for v in value]
+        return [condensed(v) for v in value]
     if isinstance(value, str) and len(value) > run:
         return f"{value[:80]}... ({len(value)} characters with hash {_sha(value.encode())})"
     return value
@@ -242,13 +256,17 @@ def tell_all(link: Link, said: dict[str, V], kind: type[V]) -> dict[str, V]:
 def handshake_once(optimizer: Algorithm) -> None:
     """Compare fingerprints once, at the first step: a wrong setting is found before H steps are spent on it."""
     if not optimizer.handshake_done:
-        optimizer.engine.settle_missing()  # a worker that is behind for a while would seem to differ
-        buffers = optimizer.buffer_average.starting if optimizer.steps == 0 else 0
-        hashes = {"buffers": buffers, "gradients": _hash_of_gradients(optimizer)}
-        handshake(optimizer.link, optimizer.fingerprint(), any_shard=optimizer.shards.any, **hashes)
+        optimizer.engine.handshake()
         optimizer.handshake_done = True
         check_remembered(optimizer)
         _tell_of_wide_messages(optimizer)
+
+
+def greet(optimizer: Algorithm) -> None:
+    """Compare the fingerprints of all workers, which all call it."""
+    buffers = optimizer.buffer_average.starting if optimizer.steps == 0 else 0
+    hashes = {"buffers": buffers, "gradients": _hash_of_gradients(optimizer)}
+    handshake(optimizer.link, optimizer.fingerprint(), any_shard=optimizer.shards.any, **hashes)
 
 
 def _hash_of_gradients(optimizer: SlotOptimizer) -> int:

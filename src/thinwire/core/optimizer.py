@@ -19,6 +19,8 @@ from thinwire.codecs import Codec, Dense
 from thinwire.codecs.base import check_codec
 from thinwire.core import gates
 from thinwire.core.buffers import Buffers
+from thinwire.core.elastic import ElasticEngine
+from thinwire.core.joining import JoiningOptimizer
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.pace import Pace
 from thinwire.core.policy import Policy, PolicyOptions
@@ -37,7 +39,7 @@ from thinwire.sharding.shards import local
 __all__ = ["Algorithm", "Policy", "PolicyOptions", "Start"]
 
 
-class Algorithm(Reporting):
+class Algorithm(JoiningOptimizer, Reporting):
     """Base of all methods that own their update rule; `Wrapper` is the base of those around an inner optimizer.
 
     Args:
@@ -97,7 +99,7 @@ class Algorithm(Reporting):
         self.due: tuple[int, ...] = ()
         super().__init__(params, defaults or {}, codec=codec, slots=slots or {}, settings=settings or {})
         self._set_whose()
-        self.engine = RoundEngine(self, self.policy, tau)
+        self.engine = (RoundEngine if link.elastic is None else ElasticEngine)(self, self.policy, tau)
 
     # --- What a method writes ------------------------------------------------------------------------------------------
 
@@ -188,7 +190,8 @@ class Algorithm(Reporting):
     def message_sizes(self) -> list[int]:
         """Length in bytes of one worker's message of each kind of round; of a full one where there are no fragments."""
         messages, workers = [self.message_of(due) for due in self.kinds_of_rounds()], self.link.peers().size
-        return [0 if out is None else out.nbytes(workers) for out in messages]
+        gathered = self.link.elastic is not None
+        return [0 if out is None else out.nbytes(workers, gathered=gathered) for out in messages]
 
     @torch.no_grad()
     def message_of(self, due: tuple[int, ...]) -> Outgoing | None:

@@ -14,6 +14,7 @@ from thinwire.codecs.aggregate import PLAIN, Mean
 from thinwire.codecs.base import Codec
 from thinwire.codecs.chain import Encoded, PerTensor
 from thinwire.codecs.decoder import Received
+from thinwire.codecs.parts import framed_nbytes
 from thinwire.codecs.wire import HEADER_NBYTES
 from thinwire.errors import ConfigError
 
@@ -71,10 +72,15 @@ class Outgoing:
         if self.scale is None and self.decay != 1.0:
             raise ConfigError(f"decay={self.decay!r} without scale does nothing: give both, or accumulate first")
 
-    def nbytes(self, workers: int) -> int:
-        """Length in bytes of one worker's message among so many workers, with what tells an invalid contribution."""
-        if not self.codec.linear:
-            return HEADER_NBYTES + self.codec.nbytes(self.tensors)
+    def nbytes(self, workers: int, *, gathered: bool = False) -> int:
+        """Length in bytes of one worker's message among so many workers, with what tells an invalid contribution.
+
+        Args:
+            workers: how many there are.
+            gathered: whether messages are never averaged on the wire.
+        """
+        if gathered or not self.codec.linear:
+            return HEADER_NBYTES + framed_nbytes(self.codec, self.tensors)
         return self.codec.nbytes(self.tensors) + _number_nbytes(self.codec) * (workers + (self.weight is not None))
 
 
@@ -131,8 +137,8 @@ class Arrived:
 
         A message that was not counted stays in the slots.
         """
-        assert self._encoded is not None
         if self.included:
+            assert self._encoded is not None
             self._encoded.take_from(slots, scale=scale)
 
     def each(self, tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> Iterator[Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -27,6 +28,14 @@ from thinwire.links.metered import metered
 Make = Callable[[Optimizer, Link], Algorithm]
 
 
+@dataclass
+class _Turn:
+    """Whose turn it is; one object, which a framework's wrapper around the optimizer shares with it."""
+
+    optimizer: Algorithm
+    starting: bool
+
+
 class Phases(Optimizer):
     """A start and a method, one after the other; whatever is not defined here is that of the one at work.
 
@@ -38,8 +47,6 @@ class Phases(Optimizer):
         then: makes what takes over.
 
     Attributes:
-        at_work: the one of the two that takes the next step.
-        starting: whether that is the start.
         start_steps: how many the start takes.
     """
 
@@ -52,11 +59,21 @@ class Phases(Optimizer):
             raise ConfigError(f"the inner optimizer must be a torch.optim.Optimizer, got {type(inner).__name__}")
         self.inner, self.start_steps, self._start, self._then = inner, steps, start, then
         self.link, self.meter = metered(link)
-        self.starting, self.at_work = True, self._made(start)
+        self._turn = _Turn(self._made(start), starting=True)
         self._wrapping = True
         super().__init__(self.at_work.param_groups, {})
         self._wrapping = False
         self._follow()
+
+    @property
+    def at_work(self) -> Algorithm:
+        """The one of the two that takes the next step."""
+        return self._turn.optimizer
+
+    @property
+    def starting(self) -> bool:
+        """Whether that is the start."""
+        return self._turn.starting
 
     def _made(self, make: Make) -> Algorithm:
         made = make(self.inner, self.link)
@@ -77,6 +94,7 @@ class Phases(Optimizer):
             before.finish()
         self._put_to_work(self._then)
         take_over(self.at_work, before)
+        self._follow()
 
     def be_at(self, step: int) -> Algorithm:
         """Have the one at work that has taken this step; its state is yet to be loaded."""
@@ -87,11 +105,10 @@ class Phases(Optimizer):
         return self.at_work
 
     def _put_to_work(self, make: Make) -> None:
-        before, self.at_work = self.at_work, self._made(make)
-        self.starting = make is self._start
+        before = self.at_work
+        self._turn.optimizer, self._turn.starting = self._made(make), make is self._start
         self.at_work.watch, self.at_work.engine.aborted = before.watch, before.engine.aborted
         self.at_work.buffer_average.said_left_out = before.buffer_average.said_left_out
-        self._follow()
 
     # --- What an optimizer does --------------------------------------------------------------------------------------------
 
@@ -155,7 +172,7 @@ class Phases(Optimizer):
         try:
             self.be_at(step).load_state_dict(state_dict)
         except BaseException:
-            self.at_work, self.starting = before
+            self._turn.optimizer, self._turn.starting = before
             raise
         finally:
             self._follow()
@@ -164,7 +181,7 @@ class Phases(Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         """Whatever else is asked for is that of the one at work."""
-        if name.startswith("__") or "at_work" not in self.__dict__:
+        if name.startswith("__") or "_turn" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.at_work, name)
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from thinwire.core import gates
 from thinwire.core.exchange import Exchange, Gathered, post
 from thinwire.core.hashing import hash_tensors
 from thinwire.core.outgoing import Arrived
@@ -38,6 +39,7 @@ from thinwire.links.base import Peers
 from thinwire.payload import LARGEST, Payload, all_finite
 
 if TYPE_CHECKING:
+    from thinwire.core.elastic import ElasticEngine
     from thinwire.core.optimizer import Algorithm
 
 log = logging.getLogger("thinwire")
@@ -95,6 +97,16 @@ class RoundEngine:
             raise ConfigError(f"with tau > 0 there are at most {_MOST_IN_FLIGHT} fragments, got {optimizer.schedule.fragments}")
         if tau:
             optimizer.own_state[optimizer._active[0]]["invalid_in_flight"] = torch.tensor(0.0, dtype=torch.float64)
+
+    @property
+    def elastic(self) -> ElasticEngine | None:
+        """This engine, where workers come and go."""
+        return None
+
+    def handshake(self) -> None:
+        """Before the first step: refuse to begin unless all workers were started with the same settings."""
+        self.settle_missing()  # a worker that is behind for a while would seem to differ
+        gates.greet(self.opt)
 
     # --- Sending ---------------------------------------------------------------------------------------------------------
 

@@ -183,6 +183,14 @@ class StateAveraging(Algorithm):
             return "anchor" not in self._slots
         return key.startswith("inner") or any(s.name == key for s in self.states)
 
+    def caught_up(self) -> None:
+        """Averaged moments must not be corrected for bias once more: they are as old as the run."""
+        inner: Mapping[Tensor, Mapping[str, object]] = getattr(getattr(self, "inner", None), "state", {})
+        for p in self._active:
+            for entries in (self.own_state[p], inner.get(p, {})):
+                if isinstance(count := entries.get("step"), Tensor):
+                    count.clamp_(min=self.steps)
+
     def whole_round(self) -> bool:
         """Whether the parameters, or the last part of them, are among what is due."""
         return any(state.name == "param" for state in self.due_states())

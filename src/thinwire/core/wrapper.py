@@ -70,6 +70,11 @@ class Wrapper(Algorithm):
             raise ConfigError(f"pace='speed' needs a plain number of steps per round, got H={H!r}")
         if pace == "speed" and codec is not None and codec.linear and codec.nbytes([torch.empty(1)]) < 4:
             raise ConfigError(f"pace='speed' weighs contributions on the wire, where {codec!r} would round weights: use fp32")
+        if pace == "speed" and link.elastic is not None:
+            raise ConfigError(
+                "pace='speed' needs workers that all tell each other how fast they are: on an elastic link use pace='equal', "
+                "where a worker that is late keeps its progress and sends it later"
+            )
         check_whole_number("tau", tau, least=0)
         if tau:
             slots = {**(slots or {}), "outgoing": "zeros"}
@@ -163,7 +168,7 @@ class Wrapper(Algorithm):
         kept_back = self.engine.resend.kept_back if self.engine.tau else ()
         return [(f, f.exchange) for f, got in kept_back if f.exchange and (got is None or got.included)]
 
-    def follow(self, arrived: Arrived, *, before: Sequence[Tensor]) -> None:
+    def move_to_anchor(self, arrived: Arrived, *, before: Sequence[Tensor]) -> None:
         """Give the parameters the values of the anchor: x_i <- a'.
 
         Where this worker's own message was not counted it keeps its progress: x_i <- a' + (x_i - a).
@@ -180,7 +185,7 @@ class Wrapper(Algorithm):
             x_.copy_(a_ + (x_ - b))
 
     def anchor_before(self, arrived: Arrived) -> list[Tensor]:
-        """What `follow` needs of the anchor, taken before it changes."""
+        """What `move_to_anchor` needs of the anchor, taken before it changes."""
         return [] if arrived.included else [a.clone() for a in self.part("anchor", arrived.which)]
 
     def local_step(self) -> None:

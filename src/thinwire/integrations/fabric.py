@@ -17,10 +17,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from thinwire.core.optimizer import Algorithm
 from thinwire.errors import ConfigError
 from thinwire.integrations.optional import require
-from thinwire.integrations.state import thinwire_optimizer
+from thinwire.integrations.state import is_thinwire, thinwire_optimizer
 
 _DDPStrategy: Any = require("lightning.fabric.strategies", extra="lightning").DDPStrategy
 _BackwardSyncControl: Any = require("lightning.fabric.strategies.strategy", extra="lightning")._BackwardSyncControl
@@ -52,7 +51,7 @@ class ThinwireFabric(_DDPStrategy):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Refuse an optimizer that would leave workers without exchange."""
-        if not isinstance(optimizer, Algorithm):
+        if not is_thinwire(optimizer):
             raise ConfigError(
                 f"{type(self).__name__} averages no gradients, so workers would train models of their own with "
                 f"{type(optimizer).__name__}: give fabric.setup a thinwire optimizer, such as "
@@ -62,7 +61,7 @@ class ThinwireFabric(_DDPStrategy):
 
     def save_checkpoint(self, path: str | Path, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Refuse to let fabric.save write worker 0's optimizer for all."""
-        if any(isinstance(value, Algorithm) and value.link.size > 1 for value in state.values()):
+        if any(is_thinwire(value) and value.link.size > 1 for value in state.values()):
             raise ConfigError(
                 "fabric.save writes the optimizer of worker 0 only: use thinwire.checkpoint.save(folder, model.module, opt, "
                 "link) on all workers, which saves what each of them has of its own"

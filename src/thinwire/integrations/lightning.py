@@ -31,7 +31,7 @@ from thinwire.checkpoint.processes import Processes
 from thinwire.core.optimizer import Algorithm
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.integrations.optional import require
-from thinwire.integrations.state import start_alike, thinwire_optimizer, wire_stats
+from thinwire.integrations.state import is_thinwire, start_alike, thinwire_optimizer, wire_stats
 from thinwire.links import Metered, connect
 
 log = logging.getLogger("thinwire")
@@ -74,7 +74,7 @@ class ThinwireStrategy(_DDPStrategy):
     @property
     def algorithm(self) -> Algorithm | None:
         """The thinwire optimizer; None before there is one."""
-        return next((opt for opt in self.optimizers if isinstance(opt, Algorithm)), None)
+        return next((opt for opt in self.optimizers if is_thinwire(opt)), None)
 
     # --- Training ----------------------------------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class ThinwireStrategy(_DDPStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Nothing of a thinwire optimizer: each worker's is saved beside Lightning's file."""
-        return {} if isinstance(optimizer, Algorithm) else super().optimizer_state(optimizer)
+        return {} if is_thinwire(optimizer) else super().optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
         """Save what each worker has of its own, then Lightning's file, which names it; called on all workers."""

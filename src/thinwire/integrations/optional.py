@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from thinwire.errors import MissingDependency
+from thinwire.errors import MissingDependency, how_to_install
 
 
 def require(module: str, *, extra: str) -> Any:
@@ -23,5 +23,4 @@ def require(module: str, *, extra: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
             raise  # the framework is there and something that it needs is not
-        install = f"pip install 'thinwire[{extra}]', or from a clone pip install -e '.[{extra}]'"
-        raise MissingDependency(f"thinwire.integrations.{extra} needs {error.name}: {install}") from error
+        raise MissingDependency(f"thinwire.integrations.{extra} needs {error.name}: {how_to_install(extra)}") from error

@@ -6,7 +6,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 from torch.optim import Optimizer
@@ -35,7 +35,7 @@ def unwrapped(optimizer: object) -> object:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def is_thinwire(optimizer: object) -> bool:
+def is_thinwire(optimizer: object) -> TypeGuard[Any]:
     """Whether this is a thinwire optimizer: an `Algorithm`, or something that stands for one."""
     return isinstance(optimizer, Optimizer) and hasattr(optimizer, "shared_model")
 

@@ -1,7 +1,10 @@
 """How a message travels: the links, and decorators that watch or disturb any of them."""
 
 from thinwire.links.base import Done, Link, LinkDecorator, Peers, Ticket
+from thinwire.links.cluster import ClusterStore
+from thinwire.links.elastic import ElasticLink, Status
 from thinwire.links.flaky import Flaky
+from thinwire.links.manifest import FixedRoster, MemoryStore, Roster, Signer, Store, Unsigned
 from thinwire.links.metered import Exchange, Meter, Metered, Totals, metered
 from thinwire.links.sim import SimLink
 from thinwire.links.solo import SoloLink
@@ -10,21 +13,30 @@ from thinwire.links.throttled import Throttled
 from thinwire.links.torch import TorchLink, connect, disconnect, host_job
 
 __all__ = [
+    "ClusterStore",
     "Done",
+    "ElasticLink",
     "Exchange",
+    "FixedRoster",
     "Flaky",
     "Link",
     "LinkDecorator",
+    "MemoryStore",
     "Meter",
     "Metered",
     "Peers",
+    "Roster",
+    "Signer",
     "SimLink",
     "SoloLink",
+    "Status",
+    "Store",
     "Straggler",
     "Throttled",
     "Ticket",
     "TorchLink",
     "Totals",
+    "Unsigned",
     "connect",
     "disconnect",
     "host_job",

@@ -10,10 +10,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from thinwire.errors import LinkError, WireError
 from thinwire.network import Op, Traffic, ring_traffic
 from thinwire.payload import Payload
+
+if TYPE_CHECKING:
+    from thinwire.links.elastic import ElasticLink
 
 
 class Ticket(ABC):
@@ -86,6 +90,11 @@ class Link(ABC):
     def size(self) -> int:
         """How many workers there are; may change between rounds on an elastic link."""
 
+    @property
+    def elastic(self) -> ElasticLink | None:
+        """The link whose workers come and go, where this is one or is around one; None where they are the same at all times."""
+        return None
+
     def peers(self) -> Peers:
         """Who takes part in the next round. Whatever belongs to a round uses this snapshot, never the link again."""
         ids = tuple(range(self.size))
@@ -155,6 +164,11 @@ class LinkDecorator(Link):
     def size(self) -> int:
         """The wrapped link's size."""
         return self.link.size
+
+    @property
+    def elastic(self) -> ElasticLink | None:
+        """The wrapped link, where it is elastic."""
+        return self.link.elastic
 
     def peers(self) -> Peers:
         """The peers of the wrapped link."""

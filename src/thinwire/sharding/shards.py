@@ -82,6 +82,11 @@ class Shards:
         self._groups = [] if mesh is None else [mesh.get_group(axis) for axis in range(mesh.ndim)]
         self._device = "cpu" if mesh is None else mesh.device_type
 
+    @property
+    def several(self) -> bool:
+        """Whether there is more than this process."""
+        return bool(self._groups)
+
     def any(self, flag: bool) -> bool:
         """Whether any shard of this worker raised its flag; a (fast, local) collective where there are several."""
         if not self._groups:

@@ -81,8 +81,13 @@ def set_random_state(state: tuple) -> None:
     random.setstate(state[2])
 
 
-def _seeded_state(seed: int) -> tuple:
+def seed_everything(seed: int) -> None:
+    """Seed the three global generators."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+def _seeded_state(seed: int) -> tuple:
+    seed_everything(seed)
     return random_state()

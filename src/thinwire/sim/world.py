@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from thinwire.errors import ConfigError, LinkError, WireError, check_whole_number
-from thinwire.links.base import Ticket, check_length, members_of
+from thinwire.links.base import Link, Ticket, check_length, members_of
 from thinwire.links.sim import SimLink
 from thinwire.network import Network, Op, Wire, per_worker
 from thinwire.payload import Payload
-from thinwire.sim.baton import Baton, random_state, set_random_state
+from thinwire.sim.baton import Baton, random_state, seed_everything, set_random_state
+from thinwire.sim.churn import Churn, Habitat, Killed
 
 T = TypeVar("T")
 
@@ -52,6 +53,12 @@ class World:
         step_time: seconds that one local step takes, one number or one per worker (stragglers); None charges the wall
             time that the worker really computed on this machine.
         seed: worker r starts with torch's, numpy's and Python's global generators seeded by seed + r.
+        churn: workers come and go: their links are elastic, `run` calls `worker` once for each life of a worker, and what a
+            worker returned that is dead for good is None. Exchanges go through a store, not over rings.
+
+    Attributes:
+        clocks: simulated seconds of each worker.
+        habitat: with `churn`, the store of the run and the deaths that took place.
     """
 
     def __init__(
@@ -61,6 +68,7 @@ class World:
         network: Network | None = None,
         step_time: float | Sequence[float] | None = None,
         seed: int = 0,
+        churn: Churn | None = None,
     ):
         """Make the world; nothing runs yet."""
         check_whole_number("size", size)
@@ -69,11 +77,12 @@ class World:
         self.step_time = None if step_time is None else per_worker("step_time", step_time, size)
         if self.step_time is not None and not all(seconds >= 0 for seconds in self.step_time):
             raise ConfigError(f"step_time must be zero or more seconds, got {step_time!r}")
-        self.size, self.seed = size, seed
+        self.size, self.seed, self.churn = size, seed, churn
         self.clocks = [0.0] * size
+        self.habitat: Habitat | None = None
         self._running = False
 
-    def run(self, worker: Callable[[SimLink], T]) -> list[T]:
+    def run(self, worker: Callable[[Link], T]) -> list[T]:
         """Run `worker(link)` on every simulated worker and return what each returned, in rank order.
 
         If a worker raises, the others are stopped at their next exchange and its exception is raised here, with a note that
@@ -139,12 +148,12 @@ class World:
             self._complete(exchange, members)
         return _SimTicket(self, rank, number)
 
-    def step_taken(self, rank: int) -> None:
-        """Charge one local step."""
+    def step_taken(self, rank: int, times: float = 1.0) -> None:
+        """Charge one local step, or one that took so many times longer."""
         if self.step_time is None:
             self._charge_wall_time(rank)
         else:
-            self.clocks[rank] += self.step_time[rank]
+            self.clocks[rank] += times * self.step_time[rank]
 
     def now(self, rank: int) -> float:
         """Worker `rank`'s clock."""
@@ -165,22 +174,51 @@ class World:
         self._wire = Wire(self.network, self.size)
         self._failure: tuple[int, BaseException] | None = None
         self._since = [0.0] * self.size
+        self._ready: list[Callable[[int], bool] | None] = [None] * self.size
         self._baton = Baton(self.size, self._can_go_on, seed=self.seed)
+        self.habitat = None if self.churn is None else Habitat(self, self.churn)
 
-    def _live(self, rank: int, worker: Callable[[SimLink], T], results: list[T | None]) -> None:
+    def _live(self, rank: int, worker: Callable[[Link], T], results: list[T | None]) -> None:
         self._baton.take(rank)
         self._since[rank] = time.perf_counter()
         try:
             if self._failure is None:
-                results[rank] = worker(SimLink(self, rank))
+                results[rank] = worker(SimLink(self, rank)) if self.habitat is None else self._lives(self.habitat, rank, worker)
         except BaseException as error:
             if self._failure is None:
                 self._failure = (rank, error)
         finally:
             self._charge_wall_time(rank)
+            if self.habitat is not None:
+                self.habitat.leave(rank)
             self._baton.retire(rank)
 
+    def _lives(self, habitat: Habitat, rank: int, worker: Callable[[Link], T]) -> T | None:
+        """One life of a worker after the other, until it returns something or stays dead."""
+        first = True
+        while habitat.come(rank, first=first):
+            try:
+                seed_everything(self.seed + rank)
+                return worker(habitat.link(rank))
+            except Killed:
+                first = False
+        return None
+
+    def yield_turn(self, rank: int, ready: Callable[[int], bool]) -> None:
+        """Let others run until worker `rank` is ready."""
+        self._charge_wall_time(rank)
+        if not ready(rank):
+            self._ready[rank] = ready
+            self._baton.yield_until_ready(rank)
+            self._ready[rank] = None
+            self._since[rank] = time.perf_counter()
+        if self._failure is not None:
+            culprit, error = self._failure
+            raise LinkError(f"rank {rank}: rank {culprit} failed: {error!r}", lost=[culprit])
+
     def _can_go_on(self, rank: int) -> bool:
+        if (ready := self._ready[rank]) is not None:
+            return self._failure is not None or ready(rank)
         number = self._awaited[rank]
         return self._failure is not None or number is None or rank in self._exchanges[number].results
 

@@ -47,6 +47,10 @@ class Task(ABC):
         """The training batch of one worker at one step, on the CPU."""
 
     @abstractmethod
+    def block(self, block: int, step: int) -> tuple[Tensor, Tensor]:
+        """The training batch of one step of a block, on the CPU: what a worker of a run trains on where workers come and go."""
+
+    @abstractmethod
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Training loss, a 0-d tensor on the model's device, wherever the batch is."""
 
@@ -87,6 +91,10 @@ class SeededTask(Task):
         if step < 0:
             raise ValueError(f"step must be at least 0, got {step}")
         return self.sample(worker, random_stream("batch", seed=self.seed, worker=worker, step=step))
+
+    def block(self, block: int, step: int) -> tuple[Tensor, Tensor]:
+        """The training batch of one step of a block, on the CPU; the same whichever worker has the block."""
+        return self.sample(0, random_stream("block", seed=self.seed, worker=block, step=step))
 
 
 def random_stream(purpose: str, *, seed: int, worker: int = 0, step: int = 0) -> np.random.Generator:

@@ -28,6 +28,9 @@ usage: thinwire COMMAND [options]
   report        Turn runs into one page: loss against bytes, steps and time, with a table.
   plan          What each method would cost on your link, and which one to take:
                 thinwire plan --params 1.3b --workers 8 --bandwidth 200mbit --step-time 0.9s
+  keys          Make a key, with which a worker signs what it sends to an object store.
+  run           Make a run on an object store, whose workers come and go, and change its roster:
+                thinwire run create s3://bucket/run --key owner.key --add ed25519:...
   lab           A real thin wire on this machine: network namespaces shaped to a bandwidth.
   doctor        Check this machine, and measure bandwidth and latency between ranks.
   algorithms    List the methods, with what each sends and keeps.
@@ -71,7 +74,7 @@ def _complain(what: object, code: int) -> int:
 
 
 # Commands with a module of their own in `thinwire.tools.commands`, and the short ones below.
-MODULES = ("demo", "train", "sim", "compare", "report", "plan", "lab", "doctor")
+MODULES = ("demo", "train", "sim", "compare", "report", "plan", "keys", "run", "lab", "doctor")
 LOOKED_AT = ("train", "sim", "compare", "report", "plan", "doctor")  # for what is wrong, before torch is imported
 
 

@@ -11,7 +11,7 @@ from thinwire.tasks import check_name
 from thinwire.tools.arms import split_arguments, split_words
 from thinwire.tools.command_flags import CompareFlags, DoctorFlags, PlanFlags, ReportFlags, SimFlags, TrainFlags
 from thinwire.tools.config import RunConfig
-from thinwire.tools.flags import first_look, parse_flags, wants_help, with_json_name
+from thinwire.tools.flags import first_look, parse_flags, peek, wants_help, with_json_name
 from thinwire.tools.names import NoSetting
 
 _OF_RUNS = {"train": TrainFlags, "sim": SimFlags}
@@ -26,6 +26,8 @@ def look(command: str, arguments: Sequence[str]) -> None:
         arguments: the words after it.
     """
     words = list(arguments)
+    if command == "train" and peek(words, "--join") is not None:
+        return  # its settings are in the run, and the flags are others
     if command in _PLAIN:
         flags = parse_flags(_PLAIN[command], command, with_json_name(words))
         if isinstance(flags, PlanFlags) and flags.task is not None:

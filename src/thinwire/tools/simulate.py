@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from thinwire.links import SimLink
+from thinwire.links import Link
 from thinwire.network import Network
 from thinwire.sim import World
 from thinwire.tools.build import task_of
@@ -42,7 +42,7 @@ def simulate(
     title = f"sim {config.algorithm} {config.task} x{workers}"
     with Display(title, config.steps, task.unit, console=console) as display, contextlib.closing(metrics):
 
-        def worker(link: SimLink) -> dict[str, Any]:
+        def worker(link: Link) -> dict[str, Any]:
             trainer = Trainer(config, link, task=task)
 
             def watch(progress: Progress) -> None:

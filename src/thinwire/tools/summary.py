@@ -5,17 +5,52 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from torch import nn
 
 from thinwire import network
+from thinwire.core.optimizer import Algorithm
 from thinwire.errors import ThinwireError
+from thinwire.links import Link
 from thinwire.network import show_bytes
-from thinwire.tools.config import write_whole
+from thinwire.tasks.task import Task
+from thinwire.tools.config import RunConfig, write_whole
 from thinwire.tools.names import ALONE
-from thinwire.tools.train import Progress, Trainer
+from thinwire.tools.train import Progress
+from thinwire.warm_start import WarmStart
 
 
-def summarise(trainer: Trainer, progress: Progress, **more: Any) -> dict[str, Any]:
+class Trained(Protocol):
+    """A worker after its last step: a `Trainer`, or an `ElasticTrainer`."""
+
+    @property
+    def config(self) -> RunConfig:
+        """What it ran."""
+        ...
+
+    @property
+    def link(self) -> Link:
+        """Its end of the wire."""
+        ...
+
+    @property
+    def model(self) -> nn.Module:
+        """What it trained."""
+        ...
+
+    @property
+    def task(self) -> Task:
+        """What on."""
+        ...
+
+    @property
+    def optimizer(self) -> Algorithm | WarmStart:
+        """What with."""
+        ...
+
+
+def summarise(trainer: Trained, progress: Progress, **more: Any) -> dict[str, Any]:
     """The figures of one worker's finished run.
 
     Args:

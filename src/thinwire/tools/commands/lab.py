@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import re
 import sys
@@ -22,6 +21,7 @@ from thinwire.tools.config import new_folder
 from thinwire.tools.flags import parse_flags
 from thinwire.tools.lab import Lab, LabError, check_command, find, take_down, unwinding
 from thinwire.tools.measured import Measured, read_figures, show_measured
+from thinwire.tools.subcommands import choose_command
 
 HELP = """\
 A real thin wire on this machine: every worker in a network namespace of its own, behind a link
@@ -47,18 +47,10 @@ There is no latency to choose: `thinwire sim --latency` computes it.
 
 def main(arguments: list[str]) -> int:
     """Dispatch to up, down, run or status."""
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(HELP, end="")
-        return 0 if arguments else 2
-    commands: dict[str, Callable[[list[str]], int]] = {"run": _run, "up": _up, "status": _status, "down": _down}
-    word, rest = arguments[0], arguments[1:]
-    if word not in commands:
-        close = difflib.get_close_matches(word, commands, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ConfigError(f"unknown command 'lab {word}'{hint}: choose from {', '.join(commands)}")
+    rest = arguments[1:]
     if _has(rest[: _end_of_flags(rest)], "--latency"):
         raise ConfigError("the lab shapes bandwidth and has no --latency: `thinwire sim --latency 20ms` computes it")
-    return commands[word](rest)
+    return choose_command("lab", HELP, {"run": _run, "up": _up, "status": _status, "down": _down}, arguments)
 
 
 def _end_of_flags(arguments: list[str]) -> int:

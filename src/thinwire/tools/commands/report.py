@@ -50,7 +50,7 @@ def _watch(flags: ReportFlags, every: float, console: Console) -> int:
         if records:
             _report(flags, records, console, reload=every if going_on else None)
         else:
-            console.print(Text(f"no step yet in {', '.join(flags.runs)}"))
+            console.print(Text(f"no step yet in {', '.join(flags.runs)}"), soft_wrap=True)
         return None if records and not going_on else going_on
 
     try:

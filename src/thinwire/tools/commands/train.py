@@ -14,7 +14,7 @@ from thinwire.network import parse_duration
 from thinwire.sharding.mesh import worker_count
 from thinwire.tools.command_flags import TrainFlags
 from thinwire.tools.config import RunConfig
-from thinwire.tools.flags import parse_run, saved_config
+from thinwire.tools.flags import parse_run, peek, saved_config
 from thinwire.tools.launch import launch
 from thinwire.tools.names import ALONE
 from thinwire.tools.start import claim_folder, refuse_what_ddp_ignores, rehearse
@@ -24,6 +24,10 @@ from thinwire.tools.worker import join, work
 
 def main(arguments: list[str]) -> int:
     """Train with real worker processes; under torchrun join the job."""
+    if peek(arguments, "--join") is not None:
+        from thinwire.tools import elastic  # needs the extra thinwire[store]
+
+        return elastic.main(arguments)
     saved = saved_config(arguments)
     config, flags = parse_run("train", arguments, TrainFlags, saved)
 

@@ -23,7 +23,7 @@ SHOWN = {
     "frozen.py": [],
     "nanogpt.py": [],
 }
-ELSEWHERE = {"tiny.py", "fsdp2_flexdemo.py", "muloco.py"}
+ELSEWHERE = {"tiny.py", "fsdp2_flexdemo.py", "muloco.py", "elastic.py"}
 needs_peft = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("peft", "transformers")),
     reason="peft, transformers not installed: make test-full installs them",

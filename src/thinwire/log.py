@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.core.optimizer import Algorithm
 from thinwire.core.phases import Phases
 from thinwire.core.stats import Stats
-from thinwire.errors import MissingDependency, WireError
+from thinwire.errors import MissingDependency, WireError, how_to_install
 from thinwire.links.base import Link
 from thinwire.payload import Payload
 from thinwire.sharding.mesh import shard_of
@@ -122,8 +122,7 @@ def _library(name: str, extra: str = "") -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         extra = extra or name
-        what = f"thinwire.log.{extra} needs {extra}: pip install 'thinwire[{extra}]', or in a clone pip install -e '.[{extra}]'"
-        raise MissingDependency(what) from error
+        raise MissingDependency(f"thinwire.log.{extra} needs {extra}: {how_to_install(extra)}") from error
 
 
 def _writes(optimizer: Algorithm | Phases) -> bool:

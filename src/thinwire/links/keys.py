@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from thinwire.errors import ConfigError, MissingDependency
+from thinwire.errors import ConfigError, MissingDependency, how_to_install
 from thinwire.links.manifest import Signer
 
 PREFIX = "ed25519:"
@@ -149,5 +149,5 @@ def _ed25519() -> Any:
     try:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as error:
-        raise MissingDependency("keys need cryptography: pip install 'thinwire[store]'") from error
+        raise MissingDependency(f"keys need cryptography: {how_to_install('store')}") from error
     return ed25519

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from thinwire.errors import ConfigError, LinkError, MissingDependency, WireError
+from thinwire.errors import ConfigError, LinkError, MissingDependency, WireError, how_to_install
 from thinwire.links.manifest import MOST_MANIFEST, Store, check_size
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def _obstore() -> Any:
         import obstore
         import obstore.store
     except ImportError as error:
-        raise MissingDependency("an object store needs obstore: pip install 'thinwire[store]'") from error
+        raise MissingDependency(f"an object store needs obstore: {how_to_install('store')}") from error
     return obstore
 
 

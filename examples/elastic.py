@@ -3,12 +3,12 @@
 Every worker makes a key; the owner of the run, who may be one of them, makes the run with their public keys:
 
     thinwire keys new --out a.key
-    thinwire run create file:///tmp/run --own-loop --key a.key --add a.key ed25519:...
+    thinwire run create file:///path/to/run --own-loop --key a.key --add a.key ed25519:...
 
 Then each starts alone, on its own machine, whenever it likes. Stop one and start it again: it takes the state of the run from
 the store and goes on with the others.
 
-    python examples/elastic.py file:///tmp/run a.key
+    python examples/elastic.py file:///path/to/run a.key
 """
 
 import sys

@@ -8,6 +8,7 @@ process group makes it with `own_group`, so that it is given back: every group h
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing as mp
 import os
 import time
@@ -84,6 +85,19 @@ def tell(event: str) -> None:
 def hear(*events: str) -> None:
     """Wait until all these events have been told."""
     dist.distributed_c10d._get_default_store().wait([f"test/{event}" for event in events], timedelta(seconds=LIMIT))
+
+
+@contextlib.contextmanager
+def warnings_of_this_process() -> Iterator[list[str]]:
+    """What thinwire logs here; for workers of a pool, which `caplog` does not hear."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("thinwire").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("thinwire").removeHandler(handler)
 
 
 def until(happened: Callable[[], object], what: str) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 import thinwire
-from tests.processes import Pool
+from tests.processes import Pool, warnings_of_this_process
 from tests.test_agreement import normed, normed_backward
 from thinwire import Link, Metered, TorchLink, World
 from thinwire.core.gates import handshake
@@ -92,19 +91,6 @@ def test_another_order_of_names_is_refused(method: str) -> None:
     named = r"group\[0\].param_names\[0\] is 'query' on rank 0 and 'key' on rank 1; group\[0\].param_names\[1\] is 'key'"
     with pytest.raises(FingerprintMismatch, match=named):
         World(2).run(worker)
-
-
-@contextmanager
-def warnings_of_this_process() -> Iterator[list[str]]:
-    """What thinwire logs here; for workers of a pool, which `caplog` does not hear."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("thinwire").addHandler(handler)
-    try:
-        yield said
-    finally:
-        logging.getLogger("thinwire").removeHandler(handler)
 
 
 def _with_statistics(link: Link, other: bool) -> tuple[list[str], list[tuple[str, int]]]:

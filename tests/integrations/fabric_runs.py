@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import thinwire
-from tests.integrations.frameworks import foreign_collectives, said
+from tests.integrations.frameworks import foreign_collectives
 from tests.integrations.lightning_runs import METHODS, Batches, quiet, weights
+from tests.processes import warnings_of_this_process
 from thinwire import Link, checkpoint
 from thinwire.integrations.fabric import ThinwireFabric
 
@@ -64,7 +65,7 @@ def run(link: Link, folder: Path, method: str) -> list[dict[str, Any]]:
 
 def naive(link: Link) -> list[str]:
     """What thinwire says of Fabric's own strategy."""
-    with quiet(), said() as told:
+    with quiet(), warnings_of_this_process() as told:
         fabric = start(link.size, link.rank, strategy="ddp")
         torch.manual_seed(0)
         net = nn.Linear(8, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 import sys
 import warnings
@@ -46,19 +45,6 @@ def needs(*packages: str) -> pytest.MarkDecorator:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     reason = f"{', '.join(missing)} not installed: make test-full installs it"
     return pytest.mark.skipif(bool(missing), reason=reason)
-
-
-@contextmanager
-def said() -> Iterator[list[str]]:
-    """What thinwire logs within it."""
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("thinwire").addHandler(handler)
-    try:
-        yield told
-    finally:
-        logging.getLogger("thinwire").removeHandler(handler)
 
 
 def join(link: Link) -> None:

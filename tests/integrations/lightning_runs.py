@@ -17,7 +17,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
 import thinwire
-from tests.integrations.frameworks import foreign_collectives, said
+from tests.integrations.frameworks import foreign_collectives
+from tests.processes import warnings_of_this_process
 from thinwire import Algorithm, Link
 from thinwire.integrations.lightning import ThinwireStrategy
 
@@ -215,7 +216,7 @@ def stopped_by_sigterm(link: Link, folder: Path) -> dict[str, Any]:
 
 def naive(link: Link, folder: Path) -> list[str]:
     """What thinwire says of Lightning's own strategy."""
-    with quiet(), said() as told:
+    with quiet(), warnings_of_this_process() as told:
         torch.manual_seed(0)
         trainer(folder, link.size, link.rank, max_steps=2, strategy="ddp").fit(Module())
     return told

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
-from tests.integrations.frameworks import foreign_collectives, join, needs, said
-from tests.processes import Pool
+from tests.integrations.frameworks import foreign_collectives, join, needs
+from tests.processes import Pool, warnings_of_this_process
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.links import Link, SoloLink
 
@@ -130,7 +130,7 @@ def test_two_workers_send_nothing_but_their_rounds_and_resume_bit_for_bit(name: 
 
 def naive(link: Link) -> list[str]:
     join(link)
-    with said() as told:
+    with warnings_of_this_process() as told:
         Loop(link, naive=True).train(last=2)
     return told
 

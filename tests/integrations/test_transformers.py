@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import thinwire
-from tests.integrations.frameworks import foreign_collectives, join, needs, said
-from tests.processes import Pool
+from tests.integrations.frameworks import foreign_collectives, join, needs
+from tests.processes import Pool, warnings_of_this_process
 from thinwire import Metered
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.links import Link, SoloLink
@@ -267,7 +267,7 @@ def naive(link: Link, folder: Path) -> list[str]:
     model = tiny_model()
     opt = thinwire.DiLoCo(torch.optim.AdamW(model.parameters()), link, H=H)
     args = arguments(folder, max_steps=2, save_strategy="no")
-    with said() as told:
+    with warnings_of_this_process() as told:
         Trainer(model, args, train_dataset=sequences(), optimizers=(opt, None)).train()  # type: ignore[arg-type]
     return told
 

@@ -265,7 +265,8 @@ def handshake_once(optimizer: Algorithm) -> None:
 def greet(optimizer: Algorithm) -> None:
     """Compare the fingerprints of all workers, which all call it."""
     buffers = optimizer.buffer_average.starting if optimizer.steps == 0 else 0
-    hashes = {"buffers": buffers, "gradients": _hash_of_gradients(optimizer)}
+    gradients = _hash_of_gradients(optimizer) if optimizer.link.peers().size > 1 else 0  # there is nobody to compare with
+    hashes = {"buffers": buffers, "gradients": gradients}
     handshake(optimizer.link, optimizer.fingerprint(), any_shard=optimizer.shards.any, **hashes)
 
 

@@ -206,19 +206,8 @@ class ElasticTrainer:
             return self.task.evaluate(self.model)
 
     def _progress(self, loss: float, validation: dict[str, float] | None) -> Progress:
-        totals = self.link.meter.totals
-        return Progress(
-            self.step,
-            loss,
-            self.seconds,
-            self.taken * self.task.batch_items,
-            totals.sent,
-            totals.received,
-            totals.payload,
-            totals.rounds,
-            totals.waiting,
-            validation,
-        )
+        items = self.taken * self.task.batch_items
+        return Progress.of(self.step, loss, self.seconds, items, self.link.meter.totals, validation)
 
 
 class ElasticDisplay(Display):

@@ -19,6 +19,7 @@ from thinwire.core.phases import at_work
 from thinwire.errors import CheckpointError, ConfigError, NonFiniteRound, TrainingDiverged
 from thinwire.links import Link, Metered, SoloLink, TorchLink
 from thinwire.links.ddp import MeteredDDP
+from thinwire.links.metered import Totals
 from thinwire.payload import Payload
 from thinwire.tasks.task import Task
 from thinwire.tools.build import check_total, clips_itself, device_of, optimizer_of, task_of, warm_start_of
@@ -59,6 +60,12 @@ class Progress:
     rounds: int
     waiting: float
     validation: dict[str, float] | None = None
+
+    @staticmethod
+    def of(step: int, loss: float, seconds: float, items: int, totals: Totals, validation: dict[str, float] | None) -> Progress:
+        """With what a meter has counted."""
+        wire = (totals.sent, totals.received, totals.payload, totals.rounds, totals.waiting)
+        return Progress(step, loss, seconds, items, *wire, validation)
 
     def record(self) -> dict[str, Any]:
         """A flat line for metrics.jsonl."""
@@ -295,18 +302,7 @@ class Trainer:
         totals = self.link.meter.totals
         seconds = self.seconds + (self.link.now() - self._before if self._before >= 0 else 0.0)
         items = self.step * self.task.batch_items * self.link.size
-        return Progress(
-            self.step,
-            loss,
-            seconds,
-            items,
-            totals.sent,
-            totals.received,
-            totals.payload,
-            totals.rounds,
-            totals.waiting,
-            validation,
-        )
+        return Progress.of(self.step, loss, seconds, items, totals, validation)
 
     def _diverged(self, what: str, *, since: int) -> TrainingDiverged:
         return self.optimizer.engine.refusals.training_diverged(what, since=since)

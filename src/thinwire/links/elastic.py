@@ -55,11 +55,13 @@ class Decided:
         manifest: what it was.
         messages: that it counts and that are what they should be, in the order of their senders' ids.
         mine: whether this worker's own is among them; not where it was a former life's.
+        step_seconds: that the senders of those messages take for a local step; 0 where they do not say.
     """
 
     manifest: Manifest
     messages: tuple[Payload, ...]
     mine: bool
+    step_seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ class ElasticLink(Link):
         self.terms = Terms(0)
         self.longest = 1 << 16  # bytes of a message, which the engine knows
         self.kept = False  # whether the next message says what was left out before
+        self.step_seconds = 0.0  # of a local step, which the next message tells
         self.ended = False
         self.decided: Decided | None = None  # the round before
         self._left_out: tuple[int, ...] = ()
@@ -185,7 +188,8 @@ class ElasticLink(Link):
             raise LinkError(f"worker {self.rank} is no longer in the roster of this run, and can only read along")
         late = 0 < self.waits.long_round() < self.now() - self._since
         if not late or self._manifest() is None:
-            message = Message(place.number, self.rank, place.chain, terms.step, terms.last, self.kept, payload.to_bytes())
+            what = (terms.step, terms.last, self.kept, payload.to_bytes(), self.step_seconds)
+            message = Message(place.number, self.rank, place.chain, *what)
             posted = self._send(seal_message(self.signer, message), message)
         return _ElasticTicket(self, payload, posted)
 
@@ -344,7 +348,7 @@ class ElasticLink(Link):
         sound = [m for m in messages if m is not None and (m.step, m.last) == (terms.step, terms.last)]
         payloads = tuple(as_payload(m, like) for m in sound)
         mine = posted and self._view.digests.get(self.rank) == manifest.counted.get(self.rank, "")
-        decided = Decided(manifest, payloads, mine)
+        decided = Decided(manifest, payloads, mine, tuple(m.step_seconds for m in sound))
         left = set(self.place.expected) - set(manifest.counted) - set(manifest.bye)
         self._left_out = tuple(sorted(left))
         self.waits.took([manifest.seconds] if manifest.counted else [])

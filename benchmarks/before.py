@@ -32,7 +32,7 @@ from thinwire.links import connect, disconnect, host_job
 
 NAME = "before"
 HERE = Path(__file__).parents[1]
-TREES = ("now", "before")
+TREES, WAYS = ("now", "before"), ("DeMo k=32", "DeMo k=128", "DiLoCo")
 
 
 # --- A worker: it imports thinwire of its own tree, and nothing that is newer than the other tree -----------------------------
@@ -44,6 +44,7 @@ def ways_of(link: thinwire.Link, size: str) -> dict[str, Callable[[], Any]]:
     def params() -> list[torch.nn.Parameter]:
         torch.manual_seed(0)
         made = [torch.nn.Parameter(0.02 * torch.randn(shape)) for shape in gpt_shapes(*SIZES[size])]
+        torch.manual_seed(1 + link.rank)
         for p in made:
             p.grad = torch.randn_like(p)
         return made
@@ -121,19 +122,20 @@ def measure(before: Path, size: str, repeats: int) -> dict[str, Any]:
         "size": size,
         "parameters": sum(map(torch.Size.numel, map(torch.Size, gpt_shapes(*SIZES[size])))),
     }
-    for way in ("DeMo k=32", "DeMo k=128", "DiLoCo"):
+    for way in WAYS:
         taken: dict[str, list[tuple[float, float]]] = {tree: [] for tree in TREES}
         for turn in range(repeats + 2):
             for tree in TREES if turn % 2 else reversed(TREES):
                 seconds = trees[tree].round(way)
                 if turn >= 2:  # the first ones warm up
                     taken[tree].append(seconds)
-        figures[way] = {
-            name: {tree: statistics.median(t[place] for t in taken[tree]) for tree in TREES}
-            for place, name in enumerate(("seconds", "cpu seconds"))
-        }
-        for t in figures[way].values():
-            t["ratio"] = t["now"] / t["before"]
+        figures[way] = {}
+        for place, name in enumerate(("seconds", "cpu seconds")):
+            t = {tree: statistics.median(both[place] for both in taken[tree]) for tree in TREES}
+            figures[way][name] = t | {"ratio": t["now"] / t["before"]}
+            print(
+                f"{size} {way}, {name}: {t['now']:.4f} now, {t['before']:.4f} before: {t['now'] / t['before']:.3f}", flush=True
+            )
     for pair in trees.values():
         pair.end()
     return figures
@@ -163,11 +165,6 @@ def main(
     )
     for size in sizes:
         figures = {"against": commit.stdout.strip(), **measure(before.resolve(), size, repeats)}
-        for way in ("DeMo k=32", "DeMo k=128", "DiLoCo"):
-            told = [
-                f"{name} {t['now']:.4f} now, {t['before']:.4f} before: {t['ratio']:.3f}" for name, t in figures[way].items()
-            ]
-            print(f"{size} {way}: {'; '.join(told)}", flush=True)
         if save:
             record.append(NAME, figures)
 

@@ -39,7 +39,7 @@ def final_loss(config: RunConfig, workers: int, loss: float) -> float:
         trainer.optimizer.finish()
         return trainer.evaluate()["loss"] if link.rank == 0 else 0.0
 
-    churn = Churn(loss=loss, seed=config.seed, link={"checkpoint_every": 0})
+    churn = Churn(loss=loss, seed=config.seed, link={"checkpoint_every": 0, "poll": 0.05})
     return World(workers, step_time=0.1, seed=config.seed, churn=churn).run(worker)[0]
 
 
@@ -69,10 +69,10 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", default=["diloco", "decoupled-diloco", "demo"])
     parser.add_argument("--task", default="gpt-pico")
     parser.add_argument("--seeds", type=int, default=10, help="at least 2")
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=640)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--loss", type=float, default=0.1, help="part of all messages that never arrive")
-    parser.add_argument("--H", type=int, default=4, help="local steps, of the methods that have any")
+    parser.add_argument("--H", type=int, default=16, help="local steps, of the methods that have any")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--lr", type=float, default=3e-3)
     args = vars(parser.parse_args())

@@ -38,34 +38,32 @@ TREES, WAYS = ("now", "before"), ("DeMo k=32", "DeMo k=128", "DiLoCo")
 # --- A worker: it imports thinwire of its own tree, and nothing that is newer than the other tree -----------------------------
 
 
-def ways_of(link: thinwire.Link, size: str) -> dict[str, Callable[[], Any]]:
-    """A round of each method."""
-
-    def params() -> list[torch.nn.Parameter]:
-        torch.manual_seed(0)
-        made = [torch.nn.Parameter(0.02 * torch.randn(shape)) for shape in gpt_shapes(*SIZES[size])]
-        torch.manual_seed(1 + link.rank)
-        for p in made:
-            p.grad = torch.randn_like(p)
-        return made
-
-    ways: dict[str, Callable[[], Any]] = {}
-    for k in (32, 128):
-        ways[f"DeMo k={k}"] = thinwire.DeMo(params(), link, codec=DCT(64) >> TopK(k) >> Sign()).step
-    ways["DiLoCo"] = thinwire.DiLoCo(torch.optim.AdamW(params(), lr=1e-4), link, H=1).step
-    return ways
+def make(link: thinwire.Link, size: str, way: str) -> Callable[[], Any]:
+    """A round of a method."""
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(0.02 * torch.randn(shape)) for shape in gpt_shapes(*SIZES[size])]
+    torch.manual_seed(1 + link.rank)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    if way == "DiLoCo":
+        return thinwire.DiLoCo(torch.optim.AdamW(params, lr=1e-4), link, H=1).step
+    return thinwire.DeMo(params, link, codec=DCT(64) >> TopK(int(way.removeprefix("DeMo k="))) >> Sign()).step
 
 
 def work(size: str) -> None:
     """Take a round whenever told to, and tell how long it took."""
     torch.set_num_threads(1)
     link = connect(backend="gloo", timeout=600)
-    ways = ways_of(link, size)
+    ways: dict[str, Callable[[], Any]] = {}
     print(json.dumps(str(Path(thinwire.__file__).parents[2])), flush=True)
     for line in sys.stdin:
+        way = line.strip()
+        if way not in ways:
+            ways.clear()  # one method at a time: at 124M parameters each takes 3 GB in every process
+            ways[way] = make(link, size, way)
         torch.distributed.barrier()
         wall, cpu = time.perf_counter(), time.process_time()
-        ways[line.strip()]()
+        ways[way]()
         print(json.dumps([time.perf_counter() - wall, time.process_time() - cpu]), flush=True)
     disconnect()
 

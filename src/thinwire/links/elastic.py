@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from thinwire.errors import ConfigError, LinkError, WireError, check_not_negative, check_whole_number
@@ -54,11 +54,13 @@ class Decided:
     Attributes:
         manifest: what it was.
         messages: that it counts and that are what they should be, in the order of their senders' ids.
+        blocks: how many of its blocks each of them says that its sender has worked on.
         mine: whether this worker's own is among them; not where it was a former life's.
     """
 
     manifest: Manifest
     messages: tuple[Payload, ...]
+    blocks: Mapping[int, int]
     mine: bool
 
 
@@ -127,7 +129,7 @@ class ElasticLink(Link):
             raise ConfigError(f"worker {signer.id} is not in the roster, which has {', '.join(map(str, self.members))}")
         self.terms = Terms(0)
         self.longest = 1 << 16  # bytes of a message, which the engine knows
-        self.kept = False  # whether the next message says what was left out before
+        self.kept, self.blocks = False, 0  # of the next message: see `Message`
         self.ended = False
         self.decided: Decided | None = None  # the round before
         self._left_out: tuple[int, ...] = ()
@@ -185,7 +187,8 @@ class ElasticLink(Link):
             raise LinkError(f"worker {self.rank} is no longer in the roster of this run, and can only read along")
         late = 0 < self.waits.long_round() < self.now() - self._since
         if not late or self._manifest() is None:
-            message = Message(place.number, self.rank, place.chain, terms.step, terms.last, self.kept, payload.to_bytes())
+            told = (place.number, self.rank, place.chain, terms.step, terms.last, self.kept, self.blocks)
+            message = Message(*told, payload.to_bytes())
             posted = self._send(seal_message(self.signer, message), message)
         return _ElasticTicket(self, payload, posted)
 
@@ -344,7 +347,7 @@ class ElasticLink(Link):
         sound = [m for m in messages if m is not None and (m.step, m.last) == (terms.step, terms.last)]
         payloads = tuple(as_payload(m, like) for m in sound)
         mine = posted and self._view.digests.get(self.rank) == manifest.counted.get(self.rank, "")
-        decided = Decided(manifest, payloads, mine)
+        decided = Decided(manifest, payloads, {m.sender: m.blocks for m in sound}, mine)
         left = set(self.place.expected) - set(manifest.counted) - set(manifest.bye)
         self._left_out = tuple(sorted(left))
         self.waits.took([manifest.seconds] if manifest.counted else [])

@@ -1,7 +1,7 @@
 """What the books of a run say was trained on is what the workers have trained on: no block is lost, none counts twice.
 
-`test_ledger` shows that the books add up. Here they are compared with what happens: which blocks each worker has taken steps on,
-and which of its messages were counted.
+`test_ledger` shows that the books add up. Here they are compared with what happens: which blocks each worker has taken steps
+on, and which of its messages were counted.
 """
 
 from __future__ import annotations
@@ -133,9 +133,7 @@ def test_what_was_issued_to_others_is_not_sent_any_more(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("seed", first_quick(range(8)))
 def test_no_block_is_lost_or_counted_twice_in_a_storm(name: str, seed: int) -> None:
-    churn = Churn(
-        death_rate=0.15, restart=0.4, loss=0.1, tail=0.1, seed=seed, link={"checkpoint_every": 4, "first_wait": 0.5}
-    )
+    churn = Churn(death_rate=0.15, restart=0.4, loss=0.1, tail=0.1, seed=seed, link={"checkpoint_every": 4, "first_wait": 0.5})
     truth, world = train(name, churn, steps=30 * (H if name != "demo" else 1), size=4)
     assert world.habitat.deaths
     assert truth.faults() == {"lost": set(), "twice": set()}

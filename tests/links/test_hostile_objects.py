@@ -54,7 +54,8 @@ def _as(link: ElasticLink, key: object = STRANGER, id: int = 2) -> ElasticLink:
 
 
 def _message(link: ElasticLink, text: bytes = b"poison", **changes: object) -> bytes:
-    message = Message(link.place.number, link.rank, link.place.chain, link.terms.step, last=False, kept=False, blocks=1, body=text)
+    place = link.place
+    message = Message(place.number, link.rank, place.chain, link.terms.step, last=False, kept=False, blocks=1, body=text)
     return seal_message(link.signer, replace(message, **changes))
 
 

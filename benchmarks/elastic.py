@@ -341,7 +341,8 @@ def main(
 def _show(row: dict[str, Any]) -> None:
     what = f"{row['algorithm']:17} {row['store']:6} {row['outage'] or 'storm':17} {row['events']:3} events"
     verdict = ", ".join(f"{name} {row[name]}" for name in ZERO)
-    print(f"{what} {row['rounds']:4} rounds  {verdict}  {row['counted']} of {row['workers']} counted, requests {row['requests']}", flush=True)
+    counted = f"{row['counted']} of {row['workers']} counted"
+    print(f"{what} {row['rounds']:4} rounds  {verdict}  {counted}, requests {row['requests']}", flush=True)
 
 
 if __name__ == "__main__":

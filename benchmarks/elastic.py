@@ -55,6 +55,7 @@ class Storm:
         workers: real processes.
         seed: of the moments, the victims and what happens to them.
         outage: what happens, one of `OUTAGES`; anything where it is empty.
+        step: seconds of sleep in every local step: with none, rounds are shorter than requests, and few workers keep up.
     """
 
     algorithm: str
@@ -63,6 +64,7 @@ class Storm:
     workers: int = 3
     seed: int = 0
     outage: str = ""
+    step: float = 0.05
 
 
 def run_storm(storm: Storm, folder: Path) -> dict[str, Any]:
@@ -288,6 +290,7 @@ def _worker(id: int, storm: Storm, folder: Path, url: str, environment: dict[str
         if storm.events and chance.random() < 0.01:
             _poison(trainer)
         diary.step()
+        time.sleep(storm.step)
         trainer.one_step()
     trainer.optimizer.finish()
     engine = trainer.optimizer.engine.elastic

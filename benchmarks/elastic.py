@@ -280,7 +280,8 @@ def _worker(id: int, storm: Storm, folder: Path, url: str, environment: dict[str
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
     begun, chance = round.value, random.Random(f"{storm.seed} {id} {time.time_ns()}")
-    waits: dict[str, Any] = {"first_wait": 2.0, "poll": 0.01} if storm.events else {"patience": 100.0}
+    hurry = {"first_wait": 2.0, "poll": 0.01}  # so that many are left out
+    waits: dict[str, Any] = {"patience": 100.0} if not storm.events else {"first_wait": 2.0} if storm.outage else hurry
     link = thinwire.join(url, key=folder / f"{id}.key", checkpoint_every=8, timeout=LIMIT, **waits)
     trainer = ElasticTrainer(_config(storm), link)
     diary = Diary(folder / f"worker{id}.jsonl", trainer, round)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from thinwire.errors import ConfigError, LinkError, WireError, check_not_negative, check_whole_number
@@ -31,7 +31,7 @@ from thinwire.payload import Payload
 log = logging.getLogger("thinwire")
 
 _MOST_UNSOUND = 8  # manifests of one round that are passed over
-_MOST_TWINS = 3  # rounds in a row in which this worker's message was there before it sent one
+_MOST_TWINS = 3  # rounds in which this worker's message was there before it sent one: a former life's, at most
 
 
 class RoundGone(LinkError):
@@ -54,12 +54,14 @@ class Decided:
     Attributes:
         manifest: what it was.
         messages: that it counts and that are what they should be, in the order of their senders' ids.
+        blocks: how many of its blocks each of them says that its sender has worked on.
         mine: whether this worker's own is among them; not where it was a former life's.
         step_seconds: that the senders of those messages take for a local step; 0 where they do not say.
     """
 
     manifest: Manifest
     messages: tuple[Payload, ...]
+    blocks: Mapping[int, int]
     mine: bool
     step_seconds: tuple[float, ...] = ()
 
@@ -127,14 +129,11 @@ class ElasticLink(Link):
         self.start_over(Place(0, NO_CHAIN, (), 0, self.roster.first))
         if signer.id not in self.roster.members(self.roster.newest(self.roster.first)):
             raise ConfigError(f"worker {signer.id} is not in the roster, which has {', '.join(map(str, self.members))}")
-        self.terms = Terms(0)
+        self.terms, self.ended, self._twins = Terms(0), False, 0
         self.longest = 1 << 16  # bytes of a message, which the engine knows
-        self.kept = False  # whether the next message says what was left out before
-        self.step_seconds = 0.0  # of a local step, which the next message tells
-        self.ended = False
+        self.kept, self.blocks, self.step_seconds = False, 0, 0.0  # of the next message: see `Message`
         self.decided: Decided | None = None  # the round before
         self._left_out: tuple[int, ...] = ()
-        self._twins = 0
         self._work_done = 0.0  # seconds until most had done their work of the round at hand
 
     def start_over(self, place: Place) -> None:
@@ -179,17 +178,17 @@ class ElasticLink(Link):
     def post(self, payload: Payload, op: Op) -> Ticket:
         """Send this worker's message of the round at hand, unless the others have gone on without it."""
         if op != "gather" or payload.purpose != "round":
-            raise LinkError(
-                f"worker {self.rank}: an elastic link gathers the messages of rounds, and cannot {op} for {payload.purpose!r}: "
-                "not all workers are there at the same time"
-            )
+            what = f"worker {self.rank}: an elastic link gathers messages of rounds, and cannot {op} for {payload.purpose!r}"
+            raise LinkError(f"{what}: not all workers are there at the same time")
         place, terms, posted = self.place, self.terms, False
         if self.rank not in self.members:
             raise LinkError(f"worker {self.rank} is no longer in the roster of this run, and can only read along")
-        late = 0 < self.waits.long_round() < self.now() - self._since
-        if not late or self._manifest() is None:
-            what = (terms.step, terms.last, self.kept, payload.to_bytes(), self.step_seconds)
-            message = Message(place.number, self.rank, place.chain, *what)
+        found = self._manifest() if 0 < self.waits.long_round() < self.now() - self._since else None  # it is late
+        if found is not None and self.rank in found[0].counted:
+            self._meet_twin()
+        if found is None:
+            told = (place.number, self.rank, place.chain, terms.step, terms.last, self.kept, self.blocks)
+            message = Message(*told, payload.to_bytes(), self.step_seconds)
             posted = self._send(seal_message(self.signer, message), message)
         return _ElasticTicket(self, payload, posted)
 
@@ -197,16 +196,17 @@ class ElasticLink(Link):
         """Write a message; False where one of this worker is there already, which then stands."""
         if self.store.create(self.place.key(str(self.rank)), raw):
             self._view.add(message, raw)
-            self._twins = 0
             return True
+        self._meet_twin()
+        return False
+
+    def _meet_twin(self) -> None:
+        """A message of this worker is there that it has not sent."""
         self._twins += 1
         log.warning("round %d: a message of worker %d is there already, and stands", self.place.number, self.rank)
         if self._twins > _MOST_TWINS:
-            raise LinkError(
-                f"worker {self.rank}: in {self._twins} rounds in a row its message was there before it was sent: another "
-                "process has the same key, or somebody else writes to its place in the store"
-            )
-        return False
+            why = "another process has the same key, or somebody else writes to its place in the store"
+            raise LinkError(f"worker {self.rank}: in {self._twins} rounds its message was there before it was sent: {why}")
 
     def next_round(self) -> Decided | None:
         """The round at hand, where its manifest is there already; nothing is waited for."""
@@ -348,7 +348,8 @@ class ElasticLink(Link):
         sound = [m for m in messages if m is not None and (m.step, m.last) == (terms.step, terms.last)]
         payloads = tuple(as_payload(m, like) for m in sound)
         mine = posted and self._view.digests.get(self.rank) == manifest.counted.get(self.rank, "")
-        decided = Decided(manifest, payloads, mine, tuple(m.step_seconds for m in sound))
+        told = {m.sender: m.blocks for m in sound}, mine, tuple(m.step_seconds for m in sound)
+        decided = Decided(manifest, payloads, *told)
         left = set(self.place.expected) - set(manifest.counted) - set(manifest.bye)
         self._left_out = tuple(sorted(left))
         self.waits.took([manifest.seconds] if manifest.counted else [])

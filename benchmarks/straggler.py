@@ -79,11 +79,10 @@ def work(job: Job) -> dict[str, Any]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     settings = {"H": job.H} if job.H else {}
     config = RunConfig(algorithm=job.algorithm, task="gpt-pico", steps=job.steps, wire=job.wire, settings=settings)
-    task, elastic = task_of(config, size), job.way == "elastic"
-    model = task.model()
-    link = elastic_link(rank, size) if elastic else thinwire.connect(timeout=LIMIT)
-    opt = optimizer_of(config, model, link)
-    if elastic:
+    task = task_of(config, size)
+    model, link = task.model(), elastic_link(rank, size) if job.way == "elastic" else thinwire.connect(timeout=LIMIT)
+    opt, run = optimizer_of(config, model, link), link.elastic
+    if run is not None:
         opt.join()
     slow, times, counted, rounds = random.Random(rank), [], [], opt.rounds
     while opt.steps < job.steps and not opt.ended:
@@ -97,11 +96,11 @@ def work(job: Job) -> dict[str, Any]:
         if opt.rounds != rounds:
             rounds = opt.rounds
             times.append(time.monotonic())
-            counted.append(list(link.status.counted) if elastic else list(range(size)))
+            counted.append(list(range(size)) if run is None else list(run.status.counted))
     opt.finish()
     seconds = (times[-1] - times[0]) / max(1, len(times) - 1)
-    if elastic:
-        leave(link, rank, size)
+    if run is not None:
+        leave(run, rank, size)
     straggler = sum(size - 1 in ids for ids in counted) / len(counted)
     messages = sum(map(len, counted[1:])) / (times[-1] - times[0])
     return {"seconds per round": seconds, "messages per second": messages, "straggler counted": straggler}
@@ -172,7 +171,7 @@ def main(
             Path(out).write_text(json.dumps(figures))
         return
 
-    slow = {"step_seconds": step_seconds, "tail": tail}
+    slow: dict[str, Any] = {"step_seconds": step_seconds, "tail": tail}
     thin: dict[str, Any] = {"way": "elastic", "tail": 0.0, "bandwidth": 1e6, "rounds": max(2, rounds // 2)}
     jobs = {
         "diloco": [Job(way, "diloco", H=H, rounds=rounds, **slow) for way in ("waits for all", "elastic")],

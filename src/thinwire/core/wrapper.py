@@ -70,11 +70,6 @@ class Wrapper(Algorithm):
             raise ConfigError(f"pace='speed' needs a plain number of steps per round, got H={H!r}")
         if pace == "speed" and codec is not None and codec.linear and codec.nbytes([torch.empty(1)]) < 4:
             raise ConfigError(f"pace='speed' weighs contributions on the wire, where {codec!r} would round weights: use fp32")
-        if pace == "speed" and link.elastic is not None:
-            raise ConfigError(
-                "pace='speed' needs workers that all tell each other how fast they are: on an elastic link use pace='equal', "
-                "where a worker that is late keeps its progress and sends it later"
-            )
         check_whole_number("tau", tau, least=0)
         if tau:
             slots = {**(slots or {}), "outgoing": "zeros"}

@@ -56,12 +56,14 @@ class Decided:
         messages: that it counts and that are what they should be, in the order of their senders' ids.
         blocks: how many of its blocks each of them says that its sender has worked on.
         mine: whether this worker's own is among them; not where it was a former life's.
+        step_seconds: that the senders of those messages take for a local step; 0 where they do not say.
     """
 
     manifest: Manifest
     messages: tuple[Payload, ...]
     blocks: Mapping[int, int]
     mine: bool
+    step_seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class ElasticLink(Link):
             raise ConfigError(f"worker {signer.id} is not in the roster, which has {', '.join(map(str, self.members))}")
         self.terms, self.ended, self._twins = Terms(0), False, 0
         self.longest = 1 << 16  # bytes of a message, which the engine knows
-        self.kept, self.blocks = False, 0  # of the next message: see `Message`
+        self.kept, self.blocks, self.step_seconds = False, 0, 0.0  # of the next message: see `Message`
         self.decided: Decided | None = None  # the round before
         self._left_out: tuple[int, ...] = ()
         self._work_done = 0.0  # seconds until most had done their work of the round at hand
@@ -187,8 +189,8 @@ class ElasticLink(Link):
         if found is not None and self.rank in found[0].counted:
             self._meet_twin()
         if found is None:
-            told = (place.number, self.rank, place.chain, terms.step, terms.last, self.kept, self.blocks)
-            message = Message(*told, payload.to_bytes())
+            told = (terms.step, terms.last, self.kept, self.blocks, self.step_seconds)
+            message = Message(place.number, self.rank, place.chain, *told, payload.to_bytes())
             posted = self._send(seal_message(self.signer, message), message)
         return _ElasticTicket(self, payload, posted)
 
@@ -350,7 +352,7 @@ class ElasticLink(Link):
         sound = [m for m in messages if m is not None and (m.step, m.last) == (terms.step, terms.last)]
         payloads = tuple(as_payload(m, like) for m in sound)
         mine = posted and self._view.digests.get(self.rank) == manifest.counted.get(self.rank, "")
-        decided = Decided(manifest, payloads, {m.sender: m.blocks for m in sound}, mine)
+        decided = Decided(manifest, payloads, {m.sender: m.blocks for m in sound}, mine, tuple(m.step_seconds for m in sound))
         left = set(self.place.expected) - set(manifest.counted) - set(manifest.bye)
         self._left_out = tuple(sorted(left))
         self.waits.took([manifest.seconds] if manifest.counted else [])

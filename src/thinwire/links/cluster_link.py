@@ -163,8 +163,7 @@ class ClusterLink(ElasticLink):
 
     def close(self) -> None:
         """Leave: serve those who are behind for a while, then end all connections and threads of this link."""
-        if not self.ended:
-            super().close()
+        super().close()
         self.beats.say(LEAVES)
         until = time.monotonic() + _LINGER
         while self.ended and self._founding.runs(self.era) and time.monotonic() < until:

@@ -170,7 +170,8 @@ class ElasticLink(LosesObjects):
 
     def close(self) -> None:
         """Leave: the others do not wait for this worker any more."""
-        self.say("bye")
+        if not self.ended:
+            self.say("bye")
 
     def _decide(self, *, posted: bool) -> Decided | None:
         """Wait until the round at hand has a manifest, and propose it where nobody else does."""

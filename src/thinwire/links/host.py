@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class RunHost:
         """Listen, and let workers in."""
         if not 1 <= quorum <= workers:
             raise ConfigError(f"quorum must be from 1 to {workers} with {workers} workers, got {quorum}")
+        _check_here(host)
         self._notes = None if folder is None else FolderStore(folder)
         told = json.dumps({"workers": workers, "quorum": quorum, "train": train or {}}, sort_keys=True).encode()
         name = b""
@@ -82,6 +84,16 @@ class RunHost:
         self._stop.set()
         self._thread.join()
         del self._store
+
+
+def _check_here(host: str) -> None:
+    """A store that cannot listen at its address would listen at all of them: refuse that, since it lets in anybody."""
+    try:
+        socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as cause:
+        raise ConfigError(
+            f"this machine cannot listen at {host!r} [{cause.strerror or cause}]: give an address of its own"
+        ) from None
 
 
 def read_hosted_run(register: Register) -> dict[str, Any]:

@@ -33,12 +33,13 @@ class History:
 
     Attributes:
         replaying: whether a round is being applied that this worker only follows.
+        has_state: whether this worker has a state of the run that others can go on with.
     """
 
     def __init__(self, engine: ElasticEngine):
         """Nothing was followed yet."""
         self.engine, self.opt, self.link = engine, engine.opt, engine.link
-        self.replaying = False
+        self.replaying = self.has_state = False
         self._began_at: int | None = None
 
     def enter(self) -> None:
@@ -60,32 +61,32 @@ class History:
 
     def settle(self) -> None:
         """Before anything else: where objects can be lost, the run is founded, or founded again, or runs already."""
-        kept, place = None, self.link.place if self.engine.joined else None
+        kept, place = None, self.link.place if self.has_state else None
         if place is None and self.link.own_checkpoints is not None:
             kept, place = self._newest_kept(self.link.own_checkpoints)
         self.link.arrive()
         if place is not None:
-            self._check_door()  # whose state it is, says what the settings are
+            self._check_door(fresh=False)  # whose state it is, says what the settings are
         era = self.link.settle(place)
         if place is None:
-            self._check_door()
+            self._check_door(fresh=era is None or not era.number)
         if era is None:
             self.begin_at_checkpoint(needed=False)
         elif place is not None and (place.number, place.chain) == (era.number, era.chain):
             if kept is not None:
                 self._take_state(kept)
             self.link.start_over(place)
-            self.link.hold_state()
+            self.hold_state()
             if era.by == self.link.rank:
                 self.save()  # for those who are behind
-        elif self.engine.joined or era.number:
+        elif place is not None or era.number:
             log.warning("worker %d takes the state that the run was founded with again", self.link.rank)
             self.begin_at_checkpoint(needed=True, after=era.number - 1)
         else:
             self.begin_at_checkpoint(needed=False)
 
-    def _check_door(self) -> None:
-        check_door(self.link, self.opt, compare_values=not self.engine.joined and self.link.archive.newest() < 0)
+    def _check_door(self, *, fresh: bool) -> None:
+        check_door(self.link, self.opt, compare_values=fresh and self.link.archive.newest() < 0)
 
     def found_again(self, why: Moved) -> None:
         """Go on where the run goes on, after what was lost."""
@@ -133,12 +134,26 @@ class History:
     def _take_state(self, state: bytes) -> None:
         extra = transfer.read_extra(state)
         place, ledger = _place_of(extra), Ledger.from_json(extra["ledger"])
-        transfer.unpack(self.opt, state)
+        self._begin_with(state)
         self.link.start_over(place)
         self.engine.ledger, self._began_at = ledger, place.number
         self.link.waits.took([float(seconds) for seconds in extra["periods"]])
-        self.opt.handshake_done, self.engine.carrying = self.engine.joined, False
+        self.hold_state()
+
+    def hold_state(self) -> None:
+        """This worker has a state of the run that others can go on with."""
+        self.has_state = True
         self.link.hold_state()
+
+    def _begin_with(self, state: bytes) -> None:
+        """Take over what all have in common; what is this worker's own begins at zero."""
+        transfer.unpack(self.opt, state)
+        self.opt.handshake_done, self.engine.carrying, self.engine.worked_on = self.engine.joined, False, None
+
+    def forget(self) -> None:
+        """Drop what is this worker's own, like one that has just come: others train by now on what it was made of."""
+        log.warning("worker %d was away for so long that its blocks were issued again: it drops what it kept", self.link.rank)
+        self._begin_with(transfer.pack(self.opt, {}))
 
     def save(self) -> None:
         """Write a checkpoint of the replicated state after the round before."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from thinwire.errors import LinkError
@@ -37,11 +37,13 @@ class Decided:
     Attributes:
         manifest: what it was.
         messages: that it counts and that are what they should be, in the order of their senders' ids.
+        blocks: how many of its blocks each of them says that its sender has worked on.
         mine: whether this worker's own is among them; not where it was a former life's.
     """
 
     manifest: Manifest
     messages: tuple[Payload, ...]
+    blocks: Mapping[int, int]
     mine: bool
 
 

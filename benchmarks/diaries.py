@@ -79,13 +79,20 @@ class Diary:
         if decided.mine and self._link.rank not in left_out:
             self._work.clear()
         state = [t for tensors in self._optimizer.replicated_state().values() for t in tensors]
-        requests = Counter(self._link.store.requests)
+        requests = Counter[str](getattr(self._link.store, "requests", {}))
         line = {"round": number, "hash": hash_tensors(state), "finite": all_finite(state), "mine": decided.mine}
         more = {"counted": sorted(decided.manifest.counted), "nan": nan, "left_out": left_out}
-        self.write(line | more | {"requests": dict(requests - self._requests)})
+        self.write(line | more | self._history(decided) | {"requests": dict(requests - self._requests)})
         self._requests = requests
         self._round.value = max(self._round.value, number)
         return included
+
+    def _history(self, decided: Any) -> dict[str, Any]:
+        """Where the manifests themselves are lost with their host: what they were."""
+        if hasattr(self._link.store, "requests"):
+            return {}
+        before, counted = decided.manifest.chain.hex(), {str(id): sha for id, sha in decided.manifest.counted.items()}
+        return {"before": before, "chain": self._link.place.chain.hex(), "digests": counted}
 
 
 def _applied(decided: Any, verdict: Any) -> set[int]:

@@ -90,10 +90,10 @@ def _settings(config: RunConfig, *, own_loop: bool) -> dict[str, Any]:
 class ServeFlags:
     """Hold a run for a cluster."""
 
-    folder: str
+    folder: str = "thinwire-host"
     """Where this host keeps its settings and a note that the run has begun: give the same when it is started again."""
-    members: int
-    """How many workers may take part; their ids are from 0 on."""
+    members: int = 0
+    """How many workers may take part; their ids are from 0 on. Needed."""
     own_loop: bool = False
     """The workers bring training loops of their own (thinwire.join), so that the run has no settings."""
     quorum: int = 1
@@ -104,6 +104,8 @@ def _serve(arguments: list[str]) -> int:
     url, rest = _address("serve", arguments)
     config, flags = parse_run("run serve", rest, ServeFlags)
     host, port = split_address(url)
+    if flags.members < 1:
+        raise ConfigError(f"say how many workers may take part: thinwire run serve {url} --members 4 ...")
     train = _settings(config, own_loop=flags.own_loop)
     with contextlib.closing(
         RunHost(host, port, workers=flags.members, folder=flags.folder, train=train, quorum=flags.quorum)

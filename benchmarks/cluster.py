@@ -10,6 +10,7 @@ from the checkpoints that workers kept for themselves every 8 rounds. Rounds tha
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -179,6 +180,7 @@ def _worker(id: int, storm: Storm, folder: Path, url: str, round: Any, stop: Any
         if chance.random() < 0.01:
             _poison(trainer)
         diary.step()
+        faulthandler.dump_traceback_later(10)  # the log says what a worker waits for
         trainer.one_step()
     trainer.optimizer.finish()
     engine = trainer.optimizer.engine.elastic
@@ -261,9 +263,7 @@ def main(
         failed |= any(row[name] for name in ZERO)
         verdict = ", ".join(f"{name} {row[name]}" for name in ZERO)
         what = f"{row['algorithm']:17} {row['workers']} workers {row['events']:3} {row['outage'] or 'events'}"
-        print(
-            f"{what} {row['rounds']:4} rounds  {verdict}  abandoned {row['abandoned']}  {row['seconds']}", flush=True
-        )
+        print(f"{what} {row['rounds']:4} rounds  {verdict}  abandoned {row['abandoned']}  {row['seconds']}", flush=True)
     if failed:
         raise SystemExit(1)
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from thinwire.core import transfer
-from thinwire.core.door import check_door
+from thinwire.core.door import check_door, started_with
 from thinwire.core.ledger import Ledger
 from thinwire.errors import CheckpointError, LinkError
 from thinwire.links.archive import Archive
@@ -41,6 +41,7 @@ class History:
         self.engine, self.opt, self.link = engine, engine.opt, engine.link
         self.replaying = self.has_state = False
         self._began_at: int | None = None
+        self._started_with: dict[str, Any] | None = None
 
     def enter(self) -> None:
         """Say hello until the others expect this worker."""
@@ -61,6 +62,14 @@ class History:
 
     def settle(self) -> None:
         """Before anything else: where objects can be lost, the run is founded, or founded again, or runs already."""
+        for _ in range(_MOST_FOUNDINGS):
+            try:
+                return self._settle()
+            except Moved as again:
+                log.warning("worker %d: %s", self.link.rank, again)
+        raise LinkError(f"the run was founded {_MOST_FOUNDINGS} times, and lost each time")
+
+    def _settle(self) -> None:
         kept, place = None, self.link.place if self.has_state else None
         if place is None and self.link.own_checkpoints is not None:
             kept, place = self._newest_kept(self.link.own_checkpoints)
@@ -86,17 +95,13 @@ class History:
             self.begin_at_checkpoint(needed=False)
 
     def _check_door(self, *, fresh: bool) -> None:
-        check_door(self.link, self.opt, compare_values=fresh and self.link.archive.newest() < 0)
+        self._started_with = self._started_with or started_with(self.link, self.opt)
+        check_door(self.link, self._started_with, compare_values=fresh and self.link.archive.newest() < 0)
 
     def found_again(self, why: Moved) -> None:
         """Go on where the run goes on, after what was lost."""
         log.warning("worker %d, round %d: %s", self.link.rank, self.link.place.number, why)
-        for _ in range(_MOST_FOUNDINGS):
-            try:
-                return self.settle()
-            except Moved as again:
-                log.warning("worker %d: %s", self.link.rank, again)
-        raise LinkError(f"the run was founded {_MOST_FOUNDINGS} times, and lost each time")
+        self.settle()
 
     def _newest_kept(self, kept: Archive) -> tuple[bytes | None, Place | None]:
         """The newest checkpoint that this worker has kept for itself, and where it is in the history."""
@@ -185,7 +190,7 @@ class History:
             if self.engine.joined:
                 self.take_checkpoint(str(gone), after=gone.number)
             else:
-                self.begin_at_checkpoint(needed=True, after=gone.number)
+                self._begin_later(gone.number)
             return self._next_decided()
 
     def _follow_one(self, decided: Decided) -> None:
@@ -213,10 +218,16 @@ class History:
     def take_checkpoint(self, why: str, *, after: int = -1, older: bool = False) -> None:
         """Begin again at a checkpoint, as a worker that comes; see `begin_at_checkpoint`."""
         log.warning("worker %d takes the newest checkpoint, and what it had not sent is lost: %s", self.link.rank, why)
-        self.begin_at_checkpoint(needed=True, after=after, older=older)
+        self._begin_later(after, older=older)
         self.follow()
         if self.engine.joined:
             self.enter()
+
+    def _begin_later(self, after: int, *, older: bool = False) -> None:
+        try:
+            self.begin_at_checkpoint(needed=True, after=after, older=older)
+        except Moved as moved:  # nobody has a later one
+            self.found_again(moved)
 
 
 def _place_of(extra: dict[str, Any]) -> Place:

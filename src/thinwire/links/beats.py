@@ -59,12 +59,16 @@ class Beats:
         if self._thread is not None:
             self._thread.join(self.silence)
 
-    def silent(self) -> set[int]:
-        """Ids of workers that have beaten before, and do no longer; none where this worker could not listen itself."""
+    def silent(self, times: float = 1.0) -> set[int]:
+        """Ids of workers that have beaten before, and do no longer; none where this worker could not listen itself.
+
+        Args:
+            times: how often the seconds after which a worker counts as gone.
+        """
         now = time.monotonic()
         with self._lock:
             listening = now - self._looked < self.silence
-            return {id for id, heard in self._heard.items() if listening and now - heard.at > self.silence}
+            return {id for id, heard in self._heard.items() if listening and now - heard.at > times * self.silence}
 
     def alive(self) -> dict[int, tuple[str, str]]:
         """Life and word of the other workers whose beat is known to go on."""

@@ -140,9 +140,9 @@ class ClusterLink(ElasticLink):
         return super()._may_close(waited, posted=posted) and (self._safe() or waited > patient)
 
     def _safe(self) -> bool:
-        """Whether all who have sent a message, and are alive, hold all messages."""
+        """Whether all who have sent a message, and are alive, hold all messages; who was there a moment ago is waited for."""
         there = set(self._view.messages)
-        readers = there - set(self.absent())
+        readers = there - self.beats.silent(2.0)
         return all(readers <= set(self.store.holders(self.place.key(str(id)))) for id in there)
 
     def _take(self, manifest: Manifest, raw: bytes, *, posted: bool) -> Decided:

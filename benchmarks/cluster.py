@@ -200,12 +200,13 @@ def count(folder: Path, workers: int) -> dict[str, Any]:
     for line in (line for line in lines if "hash" in line):
         seen.setdefault(line["chain"], []).append(line)
     end = max((line for line in lines if line.get("event") == "ended"), key=lambda line: line["round"])
-    history, unseen = _walk_back(end, seen)
+    decided = {line["chain"]: line for line in lines if "decided" in line}
+    history = _walk_back(end, decided)
     founded = [line["number"] for line in lines if line.get("event") == "founded"]
-    left = [found[0]["round"] for chain, found in seen.items() if chain not in history]
+    left = [line["decided"] for chain, line in decided.items() if chain not in history]
     joined = [line for line in lines if line.get("event") == "joined"]
     rounds = {found[0]["round"]: found for chain, found in seen.items() if chain in history}
-    manifests = [{"round": number, "counted": found[0]["digests"]} for number, found in sorted(rounds.items())]
+    manifests = [{"round": line["decided"], "counted": line["digests"]} for line in history.values()]
     split = sum(not any(0 < number <= round for number in founded) for round in left)
     return {
         "rounds": len(history),
@@ -214,26 +215,20 @@ def count(folder: Path, workers: int) -> dict[str, Any]:
         "fresh": sum(line["round"] <= 1 and line["begun"] > 1 + KEPT_EVERY for line in joined),
         "invalid": sum(not all(line["finite"] for line in found) for found in seen.values()),
         **count_blocks(manifests, rounds, lines),
-        "unseen": unseen,
+        "unseen": end["round"] - len(history),
         "abandoned": len(set(left)),
         "founded": len({(line["number"], line["chain"]) for line in lines if line.get("event") == "founded"}),
         "counted": round(sum(len(m["counted"]) for m in manifests) / max(1, len(manifests)), 2),
     }
 
 
-def _walk_back(end: dict[str, Any], seen: dict[str, list[dict[str, Any]]]) -> tuple[set[str], int]:
-    """The chains of the run's history, from its end to its beginning, and how many rounds are in no diary."""
-    at, number, history, unseen = end["chain"], end["round"] - 1, set[str](), 0
-    while number >= 0:
-        if at in seen:
-            history.add(at)
-            at = seen[at][0]["before"]
-        else:
-            unseen += 1
-            below = [chain for chain, found in seen.items() if found[0]["round"] == number - 1]
-            at = below[0] if below else ""
-        number -= 1
-    return history, unseen
+def _walk_back(end: dict[str, Any], decided: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The manifests of the run's history, by the chain after each, from its end to its beginning."""
+    at, history = end["chain"], dict[str, dict[str, Any]]()
+    while at in decided:
+        history[at] = decided[at]
+        at = decided[at]["before"]
+    return history
 
 
 def main(

@@ -70,6 +70,7 @@ class Diary:
         from thinwire.payload import all_finite
 
         self._verdict = None
+        self._note_manifest(decided.manifest)
         included = self._take(decided, exchange)
         number, verdict = decided.manifest.number, self._verdict
         if self._link.place.number != number + 1:  # it took a checkpoint instead
@@ -81,18 +82,19 @@ class Diary:
         state = [t for tensors in self._optimizer.replicated_state().values() for t in tensors]
         requests = Counter[str](getattr(self._link.store, "requests", {}))
         line = {"round": number, "hash": hash_tensors(state), "finite": all_finite(state), "mine": decided.mine}
+        line["chain"] = self._link.place.chain.hex()
         more = {"counted": sorted(decided.manifest.counted), "nan": nan, "left_out": left_out}
-        self.write(line | more | self._history(decided) | {"requests": dict(requests - self._requests)})
+        self.write(line | more | {"requests": dict(requests - self._requests)})
         self._requests = requests
         self._round.value = max(self._round.value, number)
         return included
 
-    def _history(self, decided: Any) -> dict[str, Any]:
-        """Where the manifests themselves are lost with their host: what they were."""
-        if hasattr(self._link.store, "requests"):
-            return {}
-        before, counted = decided.manifest.chain.hex(), {str(id): sha for id, sha in decided.manifest.counted.items()}
-        return {"before": before, "chain": self._link.place.chain.hex(), "digests": counted}
+    def _note_manifest(self, manifest: Any) -> None:
+        """Where manifests are lost with their host: what this one was."""
+        if not hasattr(self._link.store, "requests"):
+            counted = {str(id): digest for id, digest in manifest.counted.items()}
+            told = {"before": manifest.chain.hex(), "chain": self._link.place.chain.hex(), "digests": counted}
+            self.write({"decided": manifest.number, **told})
 
 
 def _applied(decided: Any, verdict: Any) -> set[int]:

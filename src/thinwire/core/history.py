@@ -50,7 +50,11 @@ class History:
                 self.link.say("hello")
                 decided = self.link.wait_as_guest()
             except Moved as moved:
-                self.found_again(moved)
+                self.settle(moved)
+                continue
+            except RoundGone as gone:
+                self._begin_later(gone.number)
+                self.follow()
                 continue
             if decided is None:  # the run has ended
                 return
@@ -60,8 +64,14 @@ class History:
                 return
         raise LinkError(f"worker {self.link.rank} said hello in {_MOST_ENTRIES} rounds, and was expected in none")
 
-    def settle(self) -> None:
-        """Before anything else: where objects can be lost, the run is founded, or founded again, or runs already."""
+    def settle(self, why: Moved | None = None) -> None:
+        """Where objects can be lost: found the run with the others, or again, or learn that it runs, and have its state.
+
+        Args:
+            why: it has to be founded again.
+        """
+        if why is not None:
+            log.warning("worker %d, round %d: %s", self.link.rank, self.link.place.number, why)
         for _ in range(_MOST_FOUNDINGS):
             try:
                 return self._settle()
@@ -99,9 +109,12 @@ class History:
         check_door(self.link, self._started_with, compare_values=fresh and self.link.archive.newest() < 0)
 
     def found_again(self, why: Moved) -> None:
-        """Go on where the run goes on, after what was lost."""
-        log.warning("worker %d, round %d: %s", self.link.rank, self.link.place.number, why)
-        self.settle()
+        """Go on where the run goes on, after what was lost; with what this worker had done, or as one that comes."""
+        before = self.link.place
+        self.settle(why)
+        if self.link.place != before and self.engine.joined:
+            self.follow()
+            self.enter()
 
     def _newest_kept(self, kept: Archive) -> tuple[bytes | None, Place | None]:
         """The newest checkpoint that this worker has kept for itself, and where it is in the history."""
@@ -227,7 +240,7 @@ class History:
         try:
             self.begin_at_checkpoint(needed=True, after=after, older=older)
         except Moved as moved:  # nobody has a later one
-            self.found_again(moved)
+            self.settle(moved)
 
 
 def _place_of(extra: dict[str, Any]) -> Place:

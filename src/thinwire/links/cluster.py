@@ -128,15 +128,17 @@ class ClusterStore(Store):
             return here
         if (digest := self.register.get(place)) is None:
             return None
-        if key not in self._holders:
+        asked = {self.id}
+        for _ in range(2):  # others may hold it since the folder was listed
+            for id in sorted(self._holders.get(key, set()) - asked):
+                asked.add(id)
+                data = self._ask(id, place, most)
+                if data is not None and hashlib.sha256(data).hexdigest().encode() == digest:
+                    self.bodies.put(place, data)
+                    if folder.startswith("x/"):
+                        self._note(_HELD, key, len(data))
+                    return data
             self._read_index(f"{folder}/")
-        for id in sorted(self._holders.get(key, set()) - {self.id}):
-            data = self._ask(id, place, most)
-            if data is not None and hashlib.sha256(data).hexdigest().encode() == digest:
-                self.bodies.put(place, data)
-                if folder.startswith("x/"):
-                    self._note(_HELD, key, len(data))
-                return data
         return None
 
     def _ask(self, id: int, place: str, most: int) -> bytes | None:

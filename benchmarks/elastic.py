@@ -55,6 +55,7 @@ class Storm:
         workers: real processes.
         seed: of the moments, the victims and what happens to them.
         outage: what happens, one of `OUTAGES`; anything where it is empty.
+        step: seconds of sleep in every local step: with none, rounds are shorter than requests, and few workers keep up.
     """
 
     algorithm: str
@@ -63,6 +64,7 @@ class Storm:
     workers: int = 3
     seed: int = 0
     outage: str = ""
+    step: float = 0.05
 
 
 def run_storm(storm: Storm, folder: Path) -> dict[str, Any]:
@@ -278,7 +280,8 @@ def _worker(id: int, storm: Storm, folder: Path, url: str, environment: dict[str
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
     begun, chance = round.value, random.Random(f"{storm.seed} {id} {time.time_ns()}")
-    waits: dict[str, Any] = {"first_wait": 2.0, "poll": 0.01} if storm.events else {"patience": 100.0}
+    hurry = {"first_wait": 2.0, "poll": 0.01}  # so that many are left out
+    waits: dict[str, Any] = {"patience": 100.0} if not storm.events else {"first_wait": 2.0} if storm.outage else hurry
     link = thinwire.join(url, key=folder / f"{id}.key", checkpoint_every=8, timeout=LIMIT, **waits)
     trainer = ElasticTrainer(_config(storm), link)
     diary = Diary(folder / f"worker{id}.jsonl", trainer, round)
@@ -288,6 +291,7 @@ def _worker(id: int, storm: Storm, folder: Path, url: str, environment: dict[str
         if storm.events and chance.random() < 0.01:
             _poison(trainer)
         diary.step()
+        time.sleep(storm.step)
         trainer.one_step()
     trainer.optimizer.finish()
     engine = trainer.optimizer.engine.elastic

@@ -1,8 +1,9 @@
 """Steps that count while workers are killed, here and in torchft: `python -m benchmarks.elastic torchft`.
 
 DiLoCo on 3 workers, with a step in 20 ms and a round every 10; one of them is killed every 8 seconds, 15 in all, and started
-again at once, by the same schedule for both. torchft is 0.2.0 with its own DiLoCo, gloo and a real lighthouse (heartbeats time out
-after 1 s, as here). It is no dependency: install torchft==0.2.0 beside the torch of constraints.txt in an environment of its own.
+again at once, by the same schedule for both. torchft is 0.2.0 with its own DiLoCo, gloo and a real lighthouse (heartbeats time
+out after 1 s, as here). It is no dependency: install torchft==0.2.0, with thinwire and the torch of constraints.txt, in an
+environment of its own.
 
     efficiency     worker-steps in rounds that were committed, against the same run without kills
     rounds         rounds that were committed, likewise

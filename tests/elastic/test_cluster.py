@@ -76,7 +76,7 @@ def test_what_nobody_holds_is_not_listed(store_of: Callable[[int], ClusterStore]
     one, two = store_of(0), store_of(1)
     one.create(MESSAGE, b"body")
     one.create("x/00000001/1", bytes(257))
-    one.bodies.drop([f"e0/{MESSAGE}"])
+    one.bodies.drop([f"{one.register.life}/0/{MESSAGE}"])
     assert two.list("x/00000001/") == {} and two.get(MESSAGE, most=4) is None, "gone, and too long"
 
 

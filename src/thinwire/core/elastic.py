@@ -195,8 +195,8 @@ class ElasticEngine(RoundEngine):
             exchange = self._exchange(flight, out, read_only=False)
             exchange.ticket.wait()
         except Moved as moved:
+            opt.set_counter("thinwire_step", self.link.place.step)  # what the run has counted: others may take this state
             self.history.found_again(moved)
-            opt.set_counter("thinwire_step", self.link.place.step)
             self._left_out += 1  # what this round did not bring in is sent again at once
             return not self.carrying
         except RoundGone as gone:

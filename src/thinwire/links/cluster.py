@@ -160,7 +160,8 @@ class ClusterStore(Store):
             self._holders.setdefault(key, set()).add(self.id)
 
     def _key(self, key: str) -> str:
-        return key if key == "settings" else f"e{self.era}/{key}"  # settings are the same in all eras
+        """Where an object is: eras are counted anew by a host that was started again, and settings are the same in all."""
+        return key if key == "settings" else f"{self.register.life}/{self.era}/{key}"
 
 
 def _is_body(key: str) -> bool:

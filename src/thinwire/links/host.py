@@ -60,7 +60,7 @@ class RunHost:
         self._store.set(NAME, name or b"-")
         if self._notes is not None and self._notes.get("begun", most=1) is not None:
             self._store.set(BEGUN, b"1")
-        self._store.set(LIFE, secrets.token_hex(16))
+        self._store.set(LIFE, secrets.token_hex(8))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="thinwire host", daemon=True)
         self._thread.start()

@@ -79,7 +79,7 @@ class Register:
         except RuntimeError as cause:
             raise LinkError(f"the host of the run at {self.host}:{self.port} does not answer [{gist(cause)}]") from cause
 
-    def _connect(self) -> tuple[dist.TCPStore, bytes]:
+    def _connect(self) -> tuple[dist.TCPStore, str]:
         started, why = time.monotonic(), ""
         while True:
             try:
@@ -87,7 +87,7 @@ class Register:
                 socket.create_connection((self.host, self.port), timeout=_ANSWER).close()
                 wait = timedelta(seconds=_ANSWER)
                 client = dist.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=wait)
-                return client, client.get(LIFE)
+                return client, client.get(LIFE).decode("ascii", "replace")
             except (OSError, RuntimeError) as cause:
                 why = gist(cause)
             if time.monotonic() - started > self.outage:

@@ -181,6 +181,7 @@ def _worker(id: int, storm: Storm, folder: Path, url: str, round: Any, stop: Any
             _poison(trainer)
         diary.step()
         faulthandler.dump_traceback_later(10)  # the log says what a worker waits for
+        time.sleep(storm.step)
         trainer.one_step()
     trainer.optimizer.finish()
     engine = trainer.optimizer.engine.elastic

@@ -394,7 +394,7 @@ def test_an_old_round_is_not_decided_anew_after_its_messages_are_gone() -> None:
             ticket.wait()
         a.archive.write(number, b"state")
     slow.clock = 1e6
-    with pytest.raises(LinkError, match="round 1 was deleted, since a later checkpoint holds what became of it"):
+    with pytest.raises(LinkError, match="the messages of round 1 are gone: a later checkpoint holds what became of it"):
         send(slow, 1).wait()
 
 

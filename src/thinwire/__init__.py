@@ -64,6 +64,7 @@ _HOME = {
     "connect": "thinwire.links",
     "disconnect": "thinwire.links",
     "join": "thinwire.links.join",
+    "wsd": "thinwire.lr_schedules",
     "Network": "thinwire.network",
     "Payload": "thinwire.payload",
     "Every": "thinwire.schedules",
@@ -126,6 +127,7 @@ if TYPE_CHECKING:
         disconnect,
     )
     from thinwire.links.join import join
+    from thinwire.lr_schedules import wsd
     from thinwire.network import Network
     from thinwire.payload import Payload
     from thinwire.schedules import Every, Periods, Staggered, Union, Warmup

@@ -44,9 +44,8 @@ def device_of(config: RunConfig) -> torch.device:
 
 def task_of(config: RunConfig, workers: int) -> Task:
     """The config's task for this number of workers."""
-    return make_task(
-        config.task, seed=config.seed, workers=workers, batch=config.batch, data=config.data, non_iid=config.non_iid
-    )
+    names = ("seed", "batch", "data", "non_iid", "vocab", "val_windows", "val_part")
+    return make_task(config.task, workers=workers, **{name: getattr(config, name) for name in names})
 
 
 def warm_start_of(config: RunConfig, model: nn.Module, link: Link, *, wire: Link | None = None) -> WarmStart:

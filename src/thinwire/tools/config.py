@@ -42,7 +42,7 @@ class RunConfig:
             "qh_lr_scale",
             "warm_lr",
         }
-        | {"clip_norm", "weight_decay", "non_iid", "device"}
+        | {"clip_norm", "weight_decay", "non_iid", "device", "vocab", "val_windows", "val_part"}
     )
 
     algorithm: str = "diloco"
@@ -93,6 +93,8 @@ class RunConfig:
     """Sequences or images per worker and step; by default the task's own."""
     data: str | None = None
     """A text file or folder of text for gpt tasks; the folder of an image set."""
+    vocab: int | None = None
+    """Of gpt tasks: tokens of a byte-pair encoding that is trained on the text, once; by default a token is a byte."""
     non_iid: float | None = None
     """How far the workers' data differ; by default not at all. See `thinwire tasks`."""
     device: Device = "auto"
@@ -100,6 +102,10 @@ class RunConfig:
     wire: str | None = None
     """What is sent, if not the method's own choice: fp32, bf16, fp16, int8, fp4, 2-bit, 1-bit, or a chain such as
     "DCT(64) >> TopK(32) >> Sign()"."""
+    val_windows: int | None = None
+    """Of gpt tasks: windows of validation text; by default 64."""
+    val_part: Literal["all", "tuning", "claim"] = "all"
+    """Evaluate on all validation samples, or on one half of them: one to choose settings on, the other to report."""
     eval_every: int = 50
     """Steps between evaluations of the shared model; 0 evaluates at the end only."""
     settings: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)

@@ -6,13 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.tools.test_compare import call
 from thinwire.errors import ConfigError
+from thinwire.links import SoloLink
 from thinwire.tools.arms import alternatives, split_arguments
+from thinwire.tools.build import optimizer_of
+from thinwire.tools.commands.compare import parse_arms
 from thinwire.tools.records import read_records
 from thinwire.tools.tune import parse_rates
 
+MATRIX = Path(__file__).parents[2] / "benchmarks" / "matrix"
 JOB = ["--task", "quadratic", "--workers", "2", "--steps", "12", "--eval-every", "0", "--lr-warmup", "0", "--sim"]
 
 
@@ -58,6 +63,15 @@ def test_a_file_has_methods_and_flags_of_all(tmp_path: Path) -> None:
     assert flags == ["--task", "quadratic", "--steps", "9", "--wire", "DCT(8) >> Sign()", "--steps", "12"], "the last one wins"
     with pytest.raises(ConfigError, match=r"cannot read the methods in .*nothing.*: No such file"):
         split_arguments([f"@{tmp_path}/nothing"])
+
+
+@pytest.mark.parametrize("file", sorted(MATRIX.glob("*.txt")), ids=lambda file: file.name)
+def test_the_methods_of_the_evidence_can_be_built(file: Path) -> None:
+    words, common = split_arguments([f"@{file}", f"@{MATRIX / 'start.txt'}"])
+    arms, _ = parse_arms(words, common) if words else ({}, None)
+    for config in (config for configs in arms.values() for config in configs):
+        optimizer_of(config, torch.nn.Linear(64, 64), SoloLink())
+        assert (config.lr_schedule, config.val_windows, config.warm_start) == ("wsd", 512, 256)
 
 
 def test_braces_stand_for_alternatives() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from thinwire.algorithms import DataParallel, found
-from thinwire.codecs import parse_codec
+from thinwire.codecs import parse_wire
 from thinwire.core.buffers import running_statistics
 from thinwire.core.optimizer import Algorithm
 from thinwire.core.wrapper import Wrapper
@@ -111,7 +111,7 @@ def optimizer_of(
     settings.pop("inner", None)
     prescribed = settings.pop("wire", None)
     if wire := config.wire or prescribed:
-        settings["codec"] = parse_codec(wire)
+        settings["codec"] = parse_wire(wire)
     if statistics := running_statistics(model):
         settings["buffers"] = statistics
     make: Any = cls

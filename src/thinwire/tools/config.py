@@ -100,8 +100,8 @@ class RunConfig:
     device: Device = "auto"
     """Where to compute: auto takes GPUs where torch finds them."""
     wire: str | None = None
-    """What is sent, if not the method's own choice: fp32, bf16, fp16, int8, fp4, 2-bit, 1-bit, or a chain such as
-    "DCT(64) >> TopK(32) >> Sign()"."""
+    """What is sent, if not the method's own choice: fp32, bf16, fp16, int8, fp4, 2-bit, ternary, 1-bit, or a chain such as
+    "DCT(64) >> TopK(32) >> Sign()"; of some methods another one in later rounds: "fp4 until 64, 1-bit"."""
     val_windows: int | None = None
     """Of gpt tasks: windows of validation text; by default 64."""
     val_part: Literal["all", "tuning", "claim"] = "all"

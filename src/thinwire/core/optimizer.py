@@ -123,11 +123,6 @@ class Algorithm(JoiningOptimizer, Reporting):
     def remember(self, outgoing: Outgoing) -> None:
         """Told what `send` gave, right before it is posted: keep what `send_again` needs, drop what is not needed any more."""
 
-    @property
-    def codec(self) -> Codec:
-        """What is sent in the round at hand."""
-        return self.codecs.at(self.engine.current.number)
-
     def outgoing(self, tensors: Sequence[Tensor], **how: Any) -> Outgoing:
         """These tensors by the optimizer's own codec; `how` names other attributes of `Outgoing`."""
         return Outgoing(list(tensors), **{"codec": self.codec, **how})

@@ -119,7 +119,8 @@ class DecoupledDiLoCo(Wrapper):
     def coarse(cls, inner: Optimizer, link: Link, **settings: Any) -> Self:
         """Ours: all entries in three values instead of a few exact ones, leaky feedback, and the shared momentum of DiLoCo."""
         ours: dict[str, Any] = {"H": 32, "outer_lr": 0.8, "beta": 0.9, "outer_momentum": 0.9, "over": "workers"}
-        return cls(inner, link, **(ours | {"codec": Ternary()} | settings))
+        ours |= {"codec": Ternary()}
+        return cls(inner, link, **(ours | settings))
 
     @classmethod
     def published(cls, inner: Optimizer, link: Link, **settings: Any) -> Self:

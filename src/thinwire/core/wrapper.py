@@ -170,7 +170,7 @@ class Wrapper(Algorithm):
         for flight, exchange in self.unread_rounds():
             for i, fed, sent in zip(flight.which, exchange.outgoing.tensors, exchange.sent, strict=True):
                 kept[i] = fed - sent
-        return torch._foreach_add(torch._foreach_mul(kept, decay), D)
+        return list(torch._foreach_add(torch._foreach_mul(kept, decay), D))
 
     def unread_rounds(self) -> list[tuple[InFlight, Exchange]]:
         """Rounds with a message of this worker that it could not read yet, oldest first."""

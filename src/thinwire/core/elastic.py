@@ -104,10 +104,14 @@ class ElasticEngine(RoundEngine):
     def follow(self) -> int:
         """Apply all rounds that are decided, without a message; how many there were."""
         if not self.joined:
-            full = self.opt.message_of(tuple(range(self.opt.schedule.fragments)))
-            assert full is not None
-            self.link.longest = full.nbytes(1, gathered=True) + buffers_nbytes(self.opt.buffers)
+            self.link.longest = self._longest()
         return self.history.follow()
+
+    def _longest(self) -> int:
+        """Bytes of the longest message that a worker of this run may send."""
+        everything = tuple(range(self.opt.schedule.fragments))
+        full = [self.opt.message_of(everything, round=round) for round in self.opt.codecs.first_rounds]
+        return max(out.nbytes(1, gathered=True) for out in full if out is not None) + buffers_nbytes(self.opt.buffers)
 
     # --- Taking part ------------------------------------------------------------------------------------------------------
 

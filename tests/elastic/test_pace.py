@@ -98,7 +98,7 @@ def test_a_counter_in_the_middle_of_a_round_still_arrives_at_the_next() -> None:
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
 def test_seconds_that_cannot_be_leave_a_message_out(seconds: float) -> None:
     signer, chain = Unsigned(1), bytes(32)
-    good, bad = (Message(2, 1, chain, 8, False, False, 1, b"x", s) for s in (0.25, seconds))
+    good, bad = (Message(2, 1, chain, 8, False, False, 0, s, b"x") for s in (0.25, seconds))
     assert open_message(signer, seal_message(signer, good), number=2, sender=1, chain=chain).step_seconds == 0.25
     with pytest.raises(WireError, match="which cannot be"):
         open_message(signer, seal_message(signer, bad), number=2, sender=1, chain=chain)

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from thinwire.core.counted import Counted, Verdict, buffers_nbytes, slice_hash
-from thinwire.core.door import check_door
 from thinwire.core.history import History
 from thinwire.core.ledger import Ledger
 from thinwire.core.outgoing import Outgoing
@@ -27,7 +26,7 @@ from thinwire.core.policy import Policy
 from thinwire.core.rates import Rates
 from thinwire.core.rounds import InFlight, RoundEngine
 from thinwire.errors import ConfigError, Diverged, NonFiniteRound, RoundAborted
-from thinwire.links.elastic import Decided, RoundGone
+from thinwire.links.decided import Decided, Moved, RoundGone
 from thinwire.links.manifest import Manifest, Terms
 from thinwire.payload import LARGEST, all_finite, zero_invalid_
 
@@ -94,9 +93,9 @@ class ElasticEngine(RoundEngine):
         """Take the state of the run, follow it to its newest round, and be expected in the next one."""
         opt, self.rates.schedulers = self.opt, tuple(schedulers)
         self.link.terms = self._terms(0)
-        check_door(self.link, opt, compare_values=self.link.archive.newest() < 0)
-        self.history.begin_at_checkpoint(needed=False)
+        self.history.settle()
         self.follow()
+        self.history.hold_state()
         self.history.enter()
         self.joined = opt.handshake_done = True
         if opt.steps:
@@ -105,10 +104,14 @@ class ElasticEngine(RoundEngine):
     def follow(self) -> int:
         """Apply all rounds that are decided, without a message; how many there were."""
         if not self.joined:
-            full = self.opt.message_of(tuple(range(self.opt.schedule.fragments)))
-            assert full is not None
-            self.link.longest = full.nbytes(1, gathered=True) + buffers_nbytes(self.opt.buffers)
+            self.link.longest = self._longest()
         return self.history.follow()
+
+    def _longest(self) -> int:
+        """Bytes of the longest message that a worker of this run may send."""
+        everything = tuple(range(self.opt.schedule.fragments))
+        full = [self.opt.message_of(everything, round=round) for round in self.opt.codecs.first_rounds]
+        return max(out.nbytes(1, gathered=True) for out in full if out is not None) + buffers_nbytes(self.opt.buffers)
 
     # --- Taking part ------------------------------------------------------------------------------------------------------
 
@@ -191,15 +194,20 @@ class ElasticEngine(RoundEngine):
         flight = InFlight(self.link.place.number, step, due, which, last, opt.link.peers())
         self.begin(flight)
         self.link.terms, self.link.kept = self._terms(step, last=last), kept
-        self.link.step_seconds = 0.0 if opt.pace is None else opt.pace.seconds
         self.link.blocks = self.ledger.up_to(self.link.rank, self.worked_on)
+        self.link.step_seconds = 0.0 if opt.pace is None else opt.pace.seconds
         out = make()
         if self._mark_invalid(flight.number, again=False):
             out = replace(out, invalid=True)
         opt.remember(out)
-        exchange = self._exchange(flight, out, read_only=False)
         try:
+            exchange = self._exchange(flight, out, read_only=False)
             exchange.ticket.wait()
+        except Moved as moved:
+            opt.set_counter("thinwire_step", self.link.place.step)  # what the run has counted: others may take this state
+            self.history.found_again(moved)
+            self._left_out += 1  # what this round did not bring in is sent again at once
+            return not self.carrying
         except RoundGone as gone:
             self.history.take_checkpoint(str(gone), after=gone.number)
             return True  # nothing is left to send again

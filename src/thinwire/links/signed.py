@@ -17,7 +17,7 @@ from thinwire.links.manifest import Signer
 from thinwire.payload import Payload
 
 _MAGIC = b"THNE"
-_VERSION = 1
+_VERSION = 2
 # Magic, version, flags, round, sender, chain, step, blocks, seconds of a step, length.
 _HEADER = struct.Struct("<4sBBQQ32sQIdQ")
 MESSAGE_NBYTES = _HEADER.size
@@ -36,8 +36,8 @@ class Message:
         last: whether it is the round of `finish()`.
         kept: whether it says what was left out of an earlier round, with no steps since.
         blocks: of those that its sender holds by the books of the run, how many it has worked on: the first ones.
-        body: what it says.
         step_seconds: that its sender takes for a local step; 0 where it does not say.
+        body: what it says.
     """
 
     number: int
@@ -47,8 +47,8 @@ class Message:
     last: bool
     kept: bool
     blocks: int
+    step_seconds: float
     body: bytes
-    step_seconds: float = 0.0
 
 
 def seal_message(signer: Signer, message: Message) -> bytes:
@@ -78,8 +78,8 @@ def open_message(signer: Signer, raw: bytes, *, number: int, sender: int, chain:
         raise WireError(f"step {step} of {seconds} s, which cannot be", rank=sender)
     if not signer.verify(sender, _context("message") + told, signature):
         raise WireError("its signature is wrong", rank=sender)
-    last, kept, body = bool(flags & _LAST), bool(flags & _KEPT), told[MESSAGE_NBYTES:]
-    return Message(n, who, told_chain, step, last, kept, blocks, body, seconds)
+    kinds = bool(flags & _LAST), bool(flags & _KEPT)
+    return Message(n, who, told_chain, step, *kinds, blocks, seconds, told[MESSAGE_NBYTES:])
 
 
 def seal_text(signer: Signer, kind: str, chain: bytes, text: bytes = b"") -> bytes:

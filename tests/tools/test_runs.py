@@ -80,7 +80,7 @@ def test_the_main_job_writes_everything_a_person_needs(tmp_path: Path, capfd: py
 
 
 @pytest.mark.slow  # kills are also in tests/test_kill_storm.py, names of the killed in tests/links/test_torch.py
-@pytest.mark.parametrize("algorithm", ["diloco"])
+@pytest.mark.parametrize("algorithm", ["diloco", "ddp"])
 def test_a_killed_worker_is_named_and_resume_ends_as_if_nothing_had_happened(algorithm: str, tmp_path: Path) -> None:
     """The run that is broken would not end by itself, so that the kill comes before its end, however late."""
     settings = ["--algorithm", algorithm, "--batch", "1", "--eval-every", "0", "--lr-final", "1"]

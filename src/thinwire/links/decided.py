@@ -39,12 +39,14 @@ class Decided:
         messages: that it counts and that are what they should be, in the order of their senders' ids.
         blocks: how many of its blocks each of them says that its sender has worked on.
         mine: whether this worker's own is among them; not where it was a former life's.
+        step_seconds: that the senders of those messages take for a local step; 0 where they do not say.
     """
 
     manifest: Manifest
     messages: tuple[Payload, ...]
     blocks: Mapping[int, int]
     mine: bool
+    step_seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

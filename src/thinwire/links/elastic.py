@@ -78,7 +78,7 @@ class ElasticLink(LosesObjects):
             raise ConfigError(f"worker {signer.id} is not in the roster, which has {', '.join(map(str, self.members))}")
         self.terms, self.ended, self._twins = Terms(0), False, 0
         self.longest = 1 << 16  # bytes of a message, which the engine knows
-        self.kept, self.blocks = False, 0  # of the next message: see `Message`
+        self.kept, self.blocks, self.step_seconds = False, 0, 0.0  # of the next message: see `Message`
         self.decided: Decided | None = None  # the round before
         self._left_out: tuple[int, ...] = ()
         self._work_done = 0.0  # seconds until most had done their work of the round at hand
@@ -136,8 +136,8 @@ class ElasticLink(LosesObjects):
         if found is not None and self.rank in found[0].counted:
             self._meet_twin()
         if found is None:
-            told = (place.number, self.rank, place.chain, terms.step, terms.last, self.kept, self.blocks)
-            message = Message(*told, payload.to_bytes())
+            told = (terms.step, terms.last, self.kept, self.blocks, self.step_seconds)
+            message = Message(place.number, self.rank, place.chain, *told, payload.to_bytes())
             posted = self._send(seal_message(self.signer, message), message)
         return _ElasticTicket(self, payload, posted)
 
@@ -300,7 +300,7 @@ class ElasticLink(LosesObjects):
         sound = [m for m in messages if m is not None and (m.step, m.last) == (terms.step, terms.last)]
         payloads = tuple(as_payload(m, like) for m in sound)
         mine = posted and self._view.digests.get(self.rank) == manifest.counted.get(self.rank, "")
-        decided = Decided(manifest, payloads, {m.sender: m.blocks for m in sound}, mine)
+        decided = Decided(manifest, payloads, {m.sender: m.blocks for m in sound}, mine, tuple(m.step_seconds for m in sound))
         left = set(self.place.expected) - set(manifest.counted) - set(manifest.bye)
         self._left_out = tuple(sorted(left))
         self.waits.took([manifest.seconds] if manifest.counted else [])

@@ -24,6 +24,7 @@ test-full: lint types docs $(VENV)/.frameworks $(VENV)/.servers ## The same with
 chaos: $(VENV)/.servers ## Kill workers of 5 methods again and again; each run must end as if nothing had happened.
 	$(BIN)/python -m benchmarks.chaos
 	$(BIN)/python -m benchmarks.elastic
+	$(BIN)/python -m benchmarks.elastic cluster
 
 lint: $(VENV)/.dev ## Ruff (rules and format) and the import layers.
 	$(BIN)/ruff check .

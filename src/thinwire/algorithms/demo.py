@@ -30,7 +30,7 @@ from typing import Any, Literal, Self, Unpack
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.codecs import DCT, Chain, Codec, Mean, Sign, TopK
+from thinwire.codecs import DCT, Chain, Codec, CodecSchedule, Mean, Sign, TopK
 from thinwire.core.optimizer import Algorithm, PolicyOptions, Start
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.errors import ConfigError, check_choice, check_not_negative
@@ -64,12 +64,13 @@ class DeMo(Algorithm):
         over: mean over the "senders" of an entry, as published, or over all "workers".
         robust: protect the mean from bad contributions: "median", "trimmed=0.25", "clip=1.5"; see `Mean.of`.
         delay: apply a round one step later, so that it travels during the next forward and backward pass.
-        codec: what is sent of the momentum.
+        codec: what is sent of the momentum, or a `CodecSchedule`: more of it in the first rounds.
         options: see `thinwire.Policy`.
     """
 
     name = "demo"
     replicated = frozenset({"param", "m", "v", "updates"})
+    takes_schedules = True
 
     def __init__(
         self,
@@ -89,13 +90,13 @@ class DeMo(Algorithm):
         over: Literal["senders", "workers"] = "senders",
         robust: str = "",
         delay: bool = False,
-        codec: Codec | None = None,
+        codec: Codec | CodecSchedule | None = None,
         **options: Unpack[PolicyOptions],
     ):
         """Check the settings that all groups share; `add_param_group` checks the others."""
         check_choice("inflow", inflow, ("gradient", "lr", "ema"))
         check_not_negative("clip_norm", clip_norm)
-        codec = Chain.of(codec or DCT(64) >> TopK(128) >> Sign())
+        codec = CodecSchedule.of(codec or DCT(64) >> TopK(128) >> Sign()).map(Chain.of)
         self.mean = Mean.of(over, robust)
         self.inflow, self.clip_norm, self.whiten = inflow, clip_norm, whiten
         group = {"lr": lr, "beta": beta, "alpha": alpha, "phi": phi, "betas": betas, "eps": eps, "weight_decay": weight_decay}

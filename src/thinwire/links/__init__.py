@@ -1,9 +1,11 @@
 """How a message travels: the links, and decorators that watch or disturb any of them."""
 
 from thinwire.links.base import Done, Link, LinkDecorator, Peers, Ticket
-from thinwire.links.cluster import ClusterStore
-from thinwire.links.elastic import ElasticLink, Status
+from thinwire.links.cluster_link import ClusterLink
+from thinwire.links.decided import Status
+from thinwire.links.elastic import ElasticLink
 from thinwire.links.flaky import Flaky
+from thinwire.links.host import RunHost
 from thinwire.links.manifest import FixedRoster, MemoryStore, Roster, Signer, Store, Unsigned
 from thinwire.links.metered import Exchange, Meter, Metered, Totals, metered
 from thinwire.links.sim import SimLink
@@ -13,7 +15,7 @@ from thinwire.links.throttled import Throttled
 from thinwire.links.torch import TorchLink, connect, disconnect, host_job
 
 __all__ = [
-    "ClusterStore",
+    "ClusterLink",
     "Done",
     "ElasticLink",
     "Exchange",
@@ -26,6 +28,7 @@ __all__ = [
     "Metered",
     "Peers",
     "Roster",
+    "RunHost",
     "Signer",
     "SimLink",
     "SoloLink",

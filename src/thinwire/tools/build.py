@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from thinwire.algorithms import DataParallel, found
-from thinwire.codecs import parse_codec
+from thinwire.codecs import parse_wire
 from thinwire.core.buffers import running_statistics
 from thinwire.core.optimizer import Algorithm
 from thinwire.core.wrapper import Wrapper
@@ -44,9 +44,8 @@ def device_of(config: RunConfig) -> torch.device:
 
 def task_of(config: RunConfig, workers: int) -> Task:
     """The config's task for this number of workers."""
-    return make_task(
-        config.task, seed=config.seed, workers=workers, batch=config.batch, data=config.data, non_iid=config.non_iid
-    )
+    names = ("seed", "batch", "data", "non_iid", "vocab", "val_windows", "val_part")
+    return make_task(config.task, workers=workers, **{name: getattr(config, name) for name in names})
 
 
 def warm_start_of(config: RunConfig, model: nn.Module, link: Link, *, wire: Link | None = None) -> WarmStart:
@@ -112,7 +111,7 @@ def optimizer_of(
     settings.pop("inner", None)
     prescribed = settings.pop("wire", None)
     if wire := config.wire or prescribed:
-        settings["codec"] = parse_codec(wire)
+        settings["codec"] = parse_wire(wire)
     if statistics := running_statistics(model):
         settings["buffers"] = statistics
     make: Any = cls

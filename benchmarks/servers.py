@@ -1,8 +1,9 @@
 """Real object stores on the loopback, and a wire to them that fails: for tests and storms.
 
 moto's S3 server refuses to overwrite (`If-None-Match: *`); rclone's answers OK and overwrites. Both are in the extra `servers`.
-moto looks for the object and writes it in two steps, between which another request may write it too: of 60 keys that four clients
-wrote at the moment when a frozen server went on, 4 had two winners. Real stores do both at once, and so does moto behind a lock.
+moto looks for the object and writes it in two steps, between which another request may write it too: of 60 keys that four
+clients wrote at the moment when a frozen server went on, 4 had two winners. Real stores do both at once, and so does moto
+behind a lock.
 """
 
 from __future__ import annotations

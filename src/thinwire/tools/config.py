@@ -39,6 +39,7 @@ class RunConfig:
             "qh_lives",
             "beta2",
             "qh_warmup",
+            "qh_reset",
             "qh_lr_scale",
             "warm_lr",
         }
@@ -79,6 +80,8 @@ class RunConfig:
     """Decay of the second moment; by default 0.95, of adam 0.999, of qhadopt 0.9999, of the other qh* at least beta squared."""
     qh_warmup: int | None = None
     """Steps with beta 0.9 and omega 1 before the qh* optimizers switch to slow momenta; by default those of the warm start."""
+    qh_reset: Literal["zero", "age"] = "zero"
+    """What becomes of the momenta at that switch: zero, or kept, with betas that grow from 0.9 on by qh-lives (age)."""
     qh_lr_scale: float = 1.0
     """Multiplies the learning rate after that switch."""
     warm_start: int = 0

@@ -59,7 +59,8 @@ def _slow_settings(name: str, config: RunConfig, K: int) -> dict[str, Any]:
     if omegas is None:
         raise ConfigError(f"qh-omegas must be given with qh-betas={betas}: one weight for each momentum")
     settings = {"lr": config.lr, "betas": betas, "omegas": omegas, "weight_decay": config.weight_decay}
-    settings |= {"lives": config.qh_lives, "warmup": warmup, "lr_scale": config.qh_lr_scale}
+    reset = {"zero": True, "age": "age"}[config.qh_reset]
+    settings |= {"lives": config.qh_lives, "warmup": warmup, "reset": reset, "lr_scale": config.qh_lr_scale}
     if name != "qhm":
         # A second moment must not forget a large gradient before the momentum does.
         fitting = 0.9999 if name == "qhadopt" else max(0.95, max(betas) ** 2)
@@ -70,7 +71,7 @@ def _slow_settings(name: str, config: RunConfig, K: int) -> dict[str, Any]:
 def refuse_slow_settings(config: RunConfig, name: str) -> None:
     """Raise a `ConfigError` where a run has settings of slow momenta and `name` has none."""
     plain = RunConfig()
-    for setting in ("qh_betas", "qh_omegas", "qh_lives", "qh_warmup", "qh_lr_scale"):
+    for setting in ("qh_betas", "qh_omegas", "qh_lives", "qh_warmup", "qh_reset", "qh_lr_scale"):
         if (value := getattr(config, setting)) != getattr(plain, setting):
             flag = setting.replace("_", "-")
             raise ConfigError(f"{flag} is a setting of {', '.join(_SLOW)}, not of {name}, got {value!r}")

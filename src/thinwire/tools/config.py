@@ -42,6 +42,8 @@ class RunConfig:
             "qh_reset",
             "qh_lr_scale",
             "warm_lr",
+            "warm_by",
+            "warm_wire",
         }
         | {"clip_norm", "weight_decay", "non_iid", "device", "vocab", "val_windows", "val_part"}
     )
@@ -88,6 +90,10 @@ class RunConfig:
     """So many first steps are synchronous (gradients averaged, inner optimizer as chosen); then the method takes over."""
     warm_lr: float | None = None
     """Peak learning rate during the warm start; by default lr."""
+    warm_by: Literal["ddp", "demo"] = "ddp"
+    """Who takes the steps of the warm start: averaged gradients, or demo, whose second moments the inner optimizer then has."""
+    warm_wire: str | None = None
+    """What demo sends in a warm start; by default "DCT(64) >> TopK(256) >> Sign()"."""
     clip_norm: float = 1.0
     """Scale gradients down to this norm: each worker its own, or the mean where gradients are averaged; 0 never."""
     weight_decay: float = 0.01
@@ -129,6 +135,8 @@ class RunConfig:
             raise ConfigError(
                 f"warm-start must be below steps={self.steps}, so that the method has its turn, got {self.warm_start}"
             )
+        if self.warm_wire is not None and self.warm_by != "demo":
+            raise ConfigError(f"warm-wire is what demo sends in a warm start: give --warm-by demo, got {self.warm_wire!r}")
         check_lr_schedule(self.lr_schedule, warmup=self.lr_warmup, final=self.lr_final, decay=self.lr_decay)
         for name in ("eval_every", "seed", "warm_start", "qh_warmup"):
             if (getattr(self, name) or 0) < 0:

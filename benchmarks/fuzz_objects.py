@@ -67,7 +67,9 @@ class Target:
     def message(self, **changes: Any) -> bytes:
         """A message of worker 1."""
         link = self.links[1]
-        told = Message(0, 1, link.place.chain, 0, last=False, kept=False, blocks=1, body=b"what a worker says" * 8)
+        told = Message(
+            0, 1, link.place.chain, 0, last=False, kept=False, blocks=1, step_seconds=0.0, body=b"what a worker says" * 8
+        )
         return seal_message(link.signer, replace(told, **changes))
 
     def manifest(self, **changes: Any) -> bytes:

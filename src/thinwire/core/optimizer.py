@@ -96,7 +96,8 @@ class Algorithm(JoiningOptimizer, Reporting):
         self.buffer_average = Buffers(self.policy.buffers)
         self.buffers = self.buffer_average.tensors
         every_step = bool(self.schedule.due(1) and self.schedule.due(2))
-        self.buffers_every = self.policy.buffers_every or (32 if every_step else 1)
+        # In rounds whose messages they are part of they cost no exchange of their own.
+        self.buffers_every = self.policy.buffers_every or (32 if every_step and link.elastic is None else 1)
         give_up_after = self.policy.give_up_after
         self.give_up_after = (32 if every_step else 8) if give_up_after is None else give_up_after
         self.due: tuple[int, ...] = ()

@@ -71,11 +71,6 @@ class Wrapper(Algorithm):
         rounds = () if codec is None else CodecSchedule.of(codec).codecs
         if pace == "speed" and any(one.linear and one.nbytes([torch.empty(1)]) < 4 for one in rounds):
             raise ConfigError(f"pace='speed' weighs contributions on the wire, where {codec!r} would round weights: use fp32")
-        if pace == "speed" and link.elastic is not None:
-            raise ConfigError(
-                "pace='speed' needs workers that all tell each other how fast they are: on an elastic link use pace='equal', "
-                "where a worker that is late keeps its progress and sends it later"
-            )
         check_whole_number("tau", tau, least=0)
         if tau:
             slots = {**(slots or {}), "outgoing": "zeros"}

@@ -1,0 +1,182 @@
+"""A worker that is now and then ten times slower, and a link of 1 Mbit/s: real processes in the lab, on an elastic link.
+
+    python -m benchmarks.straggler                       # root, iproute2; about 6 minutes; --save appends to the records
+
+Four workers in network namespaces train gpt-pico. A local step takes `step_seconds`, by sleeping for what the computing leaves
+of it; on the last worker a part of the steps (`tail`) takes ten times as long. "waits for all" is the same method on a gloo
+link of fixed workers, "elastic" a run whose objects are in a TCPStore that worker 0 holds. Of both: seconds from round to round
+on worker 0, and how many messages a second were counted. The last runs have no straggler, but wires of 1 Mbit/s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+
+import thinwire
+from benchmarks import record
+from thinwire.errors import LinkError
+from thinwire.links import ElasticLink
+from thinwire.links.cluster import ClusterStore
+from thinwire.links.manifest import Unsigned
+from thinwire.tools.build import optimizer_of, task_of
+from thinwire.tools.config import RunConfig
+from thinwire.tools.lab import Lab
+
+NAME = "straggler"
+TIMES = 10  # longer, a slow step of the straggler
+LIMIT = 300.0  # seconds that a worker waits for another
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all workers of one measurement do.
+
+    Attributes:
+        way: "elastic" or "waits for all".
+        algorithm: of `thinwire train`.
+        H: local steps of a round; 0 for a method that has none.
+        rounds: how many.
+        wire: what is sent, if not the method's own choice.
+        step_seconds: of a local step, at least.
+        tail: part of the straggler's steps that are slow.
+        workers: real processes.
+        bandwidth: bits per second of each worker's wire.
+    """
+
+    way: str
+    algorithm: str
+    H: int = 8
+    rounds: int = 20
+    wire: str | None = None
+    step_seconds: float = 0.2
+    tail: float = 0.1
+    workers: int = 4
+    bandwidth: float = float("inf")
+
+    @property
+    def steps(self) -> int:
+        """That the run counts."""
+        return self.rounds * max(1, self.H)
+
+
+# --- One worker, in a namespace of its own ----------------------------------------------------------------------------------
+
+
+def work(job: Job) -> dict[str, Any]:
+    """Train as one worker of a lab; what worker 0 saw."""
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    settings = {"H": job.H} if job.H else {}
+    config = RunConfig(algorithm=job.algorithm, task="gpt-pico", steps=job.steps, wire=job.wire, settings=settings)
+    task, elastic = task_of(config, size), job.way == "elastic"
+    model = task.model()
+    link = elastic_link(rank, size) if elastic else thinwire.connect(timeout=LIMIT)
+    opt = optimizer_of(config, model, link)
+    if elastic:
+        opt.join()
+    slow, times, counted, rounds = random.Random(rank), [], [], opt.rounds
+    while opt.steps < job.steps and not opt.ended:
+        started = time.monotonic()
+        batch = task.batch(rank, opt.steps) if opt.block is None else task.block(opt.block, opt.block_step)
+        task.loss(model, batch).backward()
+        factor = TIMES if rank == size - 1 and slow.random() < job.tail else 1
+        time.sleep(max(0.0, factor * job.step_seconds - (time.monotonic() - started)))
+        opt.step()
+        opt.zero_grad()
+        if opt.rounds != rounds:
+            rounds = opt.rounds
+            times.append(time.monotonic())
+            counted.append(list(link.status.counted) if elastic else list(range(size)))
+    opt.finish()
+    seconds = (times[-1] - times[0]) / max(1, len(times) - 1)
+    if elastic:
+        leave(link, rank, size)
+    straggler = sum(size - 1 in ids for ids in counted) / len(counted)
+    messages = sum(map(len, counted[1:])) / (times[-1] - times[0])
+    return {"seconds per round": seconds, "messages per second": messages, "straggler counted": straggler}
+
+
+def elastic_link(rank: int, size: int) -> ElasticLink:
+    """An elastic link whose store worker 0 holds, at the address of the job."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    until = time.monotonic() + LIMIT
+    while True:
+        try:
+            store = ClusterStore(host, port, hold=rank == 0, timeout=LIMIT)
+            return ElasticLink(store, Unsigned(rank), roster=range(size), timeout=LIMIT, first_wait=60.0)
+        except LinkError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
+
+
+def leave(link: ElasticLink, rank: int, size: int) -> None:
+    """Say that this worker needs the store no more; worker 0, which holds it, waits for all to say so."""
+    link.store.create(f"done/{rank}", b"done")
+    until = time.monotonic() + LIMIT
+    while rank == 0 and len(link.store.list("done/")) < size and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+# --- The lab -----------------------------------------------------------------------------------------------------------------
+
+
+def measure(lab: Lab, job: Job) -> dict[str, Any]:
+    """Run a job in a lab; the figures of worker 0, and the bytes that its interface sent."""
+    lab.reshape(bandwidth=job.bandwidth)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "figures.json")
+        told = json.dumps(asdict(job))
+        command = [sys.executable, "-m", "benchmarks.straggler", "--job", told, "--out", str(out)]
+        ended = lab.run(command, env={"OMP_NUM_THREADS": "1"}, timeout=1200)
+        sent = [c.sent for c in ended.counters]
+        return asdict(job) | json.loads(out.read_text()) | {"sent": sent, "seconds": ended.seconds}
+
+
+def main(job: str | None = None, out: str | None = None, rounds: int = 20, save: bool = False) -> None:
+    """Measure in the lab.
+
+    Args:
+        job: be one worker of it instead.
+        out: where worker 0 writes its figures.
+        rounds: of a run with local steps.
+        save: append the figures to the records.
+    """
+    if job is not None:
+        figures = work(Job(**json.loads(job)))
+        if os.environ["RANK"] == "0" and out is not None:
+            Path(out).write_text(json.dumps(figures))
+        return
+
+    jobs = [Job(way, "diloco", rounds=rounds) for way in ("waits for all", "elastic")]
+    jobs += [Job(way, "demo", H=0, rounds=5 * rounds) for way in ("waits for all", "elastic")]
+    thin = {"way": "elastic", "tail": 0.0, "bandwidth": 1e6, "rounds": max(2, rounds // 2)}
+    jobs += [Job(algorithm="demo", H=0, **thin), Job(algorithm="diloco", **thin), Job(algorithm="diloco", wire="fp4", **thin)]
+    with Lab(jobs[0].workers) as lab:
+        for one in jobs:
+            figures = measure(lab, one)
+            show(figures)
+            if save:
+                record.append(NAME, figures)
+
+
+def show(figures: dict[str, Any]) -> None:
+    """One line."""
+    seen = [f"{name} {figures[name]:.3g}" for name in ("seconds per round", "messages per second", "straggler counted")]
+    wire = f"{figures['wire'] or 'its own wire'} at {figures['bandwidth']:.3g} bit/s"
+    print(f"{figures['algorithm']}, {wire}, {figures['way']}: {', '.join(seen)}", flush=True)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

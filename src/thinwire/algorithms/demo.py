@@ -71,6 +71,7 @@ class DeMo(Algorithm):
     name = "demo"
     replicated = frozenset({"param", "m", "v", "updates"})
     takes_schedules = True
+    second_moment = ("own_v", "own_count")
 
     def __init__(
         self,

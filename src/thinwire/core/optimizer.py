@@ -61,6 +61,7 @@ class Algorithm(JoiningOptimizer, Reporting):
     pace: Pace | None = None  # of workers that take different numbers of steps per round
     takes_over: ClassVar[tuple[str, ...]] = ()  # slots that it takes from the inner optimizer of a start, where that has them
     takes_schedules: ClassVar[bool] = False  # whether it may have other codecs in later rounds
+    second_moment: ClassVar[tuple[str, str] | None] = None  # slots of this worker's own, and of how many gradients it is
     in_pairs: ClassVar[bool] = False  # a round is between two workers: one pair may refuse it while the others take it
 
     # GradScaler then always calls step() and leaves the unscaling to us. Without it, the one worker that found an Inf would

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from thinwire.algorithms import DataParallel, found
+from thinwire.algorithms import DataParallel, DeMo, found
 from thinwire.codecs import parse_wire
 from thinwire.core.buffers import running_statistics
 from thinwire.core.optimizer import Algorithm
@@ -21,9 +21,10 @@ from thinwire.links import Link
 from thinwire.tasks import make_task
 from thinwire.tasks.task import Task
 from thinwire.tools.config import RunConfig, resolve_algorithm
-from thinwire.tools.inner import inner_of, refuse_slow_settings
+from thinwire.tools.inner import beta2_of, inner_of, refuse_slow_settings
 from thinwire.warm_start import WarmStart
 
+WARM_WIRE = "DCT(64) >> TopK(256) >> Sign()"  # of a warm start by DeMo: what counts is the beginning
 WARM_INNER = {"lordo": "low-rank"}  # what takes the synchronous steps of a warm start where a method has no inner optimizer
 
 
@@ -63,14 +64,20 @@ def warm_start_of(config: RunConfig, model: nn.Module, link: Link, *, wire: Link
         inner = inner_of(WARM_INNER.get(cls.name, "adamw"), model, config, K=config.settings.get("H", 32))
 
     def start(inner: Optimizer, link: Link) -> Algorithm:
-        return DataParallel(inner, link, clip_norm=config.clip_norm, buffers=running_statistics(model))
+        shared: dict[str, Any] = {"clip_norm": config.clip_norm, "buffers": running_statistics(model)}
+        if config.warm_by == "ddp":
+            return DataParallel(inner, link, **shared)
+        codec = parse_wire(config.warm_wire or WARM_WIRE)
+        own = {"lr": config.lr, "weight_decay": config.weight_decay, "betas": (0.9, beta2_of(config))}
+        return DeMo(model.parameters(), link, codec=codec, **own, **shared)
 
     def then(inner: Optimizer, link: Link) -> Algorithm:
         optimizer = optimizer_of(config, model, wire or link, inner=inner)
         check_total(optimizer, config.steps)
         return optimizer
 
-    return WarmStart(inner, link, steps=config.warm_start, start=start, then=then)
+    moments = config.warm_by == "demo"
+    return WarmStart(inner, link, steps=config.warm_start, start=start, then=then, second_moments=moments)
 
 
 def _inner_for(config: RunConfig, model: nn.Module) -> Optimizer | None:

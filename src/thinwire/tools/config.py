@@ -39,8 +39,11 @@ class RunConfig:
             "qh_lives",
             "beta2",
             "qh_warmup",
+            "qh_reset",
             "qh_lr_scale",
             "warm_lr",
+            "warm_by",
+            "warm_wire",
         }
         | {"clip_norm", "weight_decay", "non_iid", "device", "vocab", "val_windows", "val_part"}
     )
@@ -79,12 +82,18 @@ class RunConfig:
     """Decay of the second moment; by default 0.95, of adam 0.999, of qhadopt 0.9999, of the other qh* at least beta squared."""
     qh_warmup: int | None = None
     """Steps with beta 0.9 and omega 1 before the qh* optimizers switch to slow momenta; by default those of the warm start."""
+    qh_reset: Literal["zero", "age"] = "zero"
+    """What becomes of the momenta at that switch: zero, or kept, with betas that grow from 0.9 on by qh-lives (age)."""
     qh_lr_scale: float = 1.0
     """Multiplies the learning rate after that switch."""
     warm_start: int = 0
     """So many first steps are synchronous (gradients averaged, inner optimizer as chosen); then the method takes over."""
     warm_lr: float | None = None
     """Peak learning rate during the warm start; by default lr."""
+    warm_by: Literal["ddp", "demo"] = "ddp"
+    """Who takes the steps of the warm start: averaged gradients, or demo, whose second moments the inner optimizer then has."""
+    warm_wire: str | None = None
+    """What demo sends in a warm start; by default "DCT(64) >> TopK(256) >> Sign()"."""
     clip_norm: float = 1.0
     """Scale gradients down to this norm: each worker its own, or the mean where gradients are averaged; 0 never."""
     weight_decay: float = 0.01
@@ -126,6 +135,8 @@ class RunConfig:
             raise ConfigError(
                 f"warm-start must be below steps={self.steps}, so that the method has its turn, got {self.warm_start}"
             )
+        if self.warm_wire is not None and self.warm_by != "demo":
+            raise ConfigError(f"warm-wire is what demo sends in a warm start: give --warm-by demo, got {self.warm_wire!r}")
         check_lr_schedule(self.lr_schedule, warmup=self.lr_warmup, final=self.lr_final, decay=self.lr_decay)
         for name in ("eval_every", "seed", "warm_start", "qh_warmup"):
             if (getattr(self, name) or 0) < 0:

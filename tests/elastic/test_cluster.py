@@ -253,7 +253,8 @@ def test_a_link_that_is_closed_leaves_no_threads() -> None:
     before = {thread.ident for thread in threading.enumerate()}
     with closing(RunHost(workers=2)) as host:
         workers = [Worker(host.url, id) for id in range(2)]
-        workers[0].reach(2)
+        for worker in workers:
+            worker.reach(4)
         finish(workers)
     until(lambda: {thread.ident for thread in threading.enumerate()} <= before, "all threads have ended")
 

@@ -59,7 +59,8 @@ class Trial:
 def run_trial(trial: Trial, folder: Path) -> dict[str, Any]:
     """Run it; returns what was committed, and how long after each kill."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "tyro", trial.engine])
+    needed = ["thinwire.algorithms", "thinwire.links.join"] if trial.engine == "thinwire" else ["torchft.local_sgd"]
+    context.set_forkserver_preload(["torch", "tyro", *needed])  # importing takes longer than all that is measured
     port = context.Value("i", 0, lock=False)
     coordinator = context.Process(target=_coordinate, args=(trial, folder, port))
     coordinator.start()
@@ -158,7 +159,7 @@ def _local_step(model: torch.nn.Module, width: int) -> None:
 def _train_thinwire(trial: Trial, id: int, folder: Path, port: int, model: torch.nn.Module, committed: Any) -> None:
     import thinwire
 
-    link = thinwire.join(f"tcp://127.0.0.1:{port}", id=id, keep=folder / f"kept{id}", first_wait=5.0)
+    link = thinwire.join(f"tcp://127.0.0.1:{port}", id=id, keep=folder / f"kept{id}", first_wait=5.0, checkpoint_every=16)
     opt = thinwire.DiLoCo(torch.optim.AdamW(model.parameters(), lr=1e-3), link, H=H)
     opt.join()
     before = link.decided

@@ -249,6 +249,16 @@ def test_a_worker_without_a_state_never_begins_a_run_that_had_begun(tmp_path: Pa
     assert isinstance(fresh.error, LinkError) and "nobody was there who holds the state of this run" in str(fresh.error)
 
 
+def test_a_link_that_is_closed_leaves_no_threads() -> None:
+    before = {thread.ident for thread in threading.enumerate()}
+    with closing(RunHost(workers=2)) as host:
+        workers = [Worker(host.url, id) for id in range(2)]
+        for worker in workers:
+            worker.reach(4)
+        finish(workers)
+    until(lambda: {thread.ident for thread in threading.enumerate()} <= before, "all threads have ended")
+
+
 def test_folders_of_other_runs_are_refused(tmp_path: Path) -> None:
     with (
         closing(RunHost(workers=2, folder=tmp_path / "one")) as one,

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, LinkError
 from thinwire.links.archive import Archive
 from thinwire.links.beats import Beats
 from thinwire.links.bodies import Bodies
@@ -103,8 +103,11 @@ class ClusterLink(ElasticLink):
             if int(self.register.get(want) or b"-2") < after:
                 self.register.ask("set", want, str(after))
             self._check_era()
-            if time.monotonic() - started > 2 * self.beats.silence and not self._founding.runs(self.era):
+            waited = time.monotonic() - started
+            if waited > 2 * self.beats.silence and not self._founding.runs(self.era):
                 raise Moved("nobody who is there holds the state of the run")
+            if waited > self.timeout:
+                raise LinkError(f"worker {self.rank}: no checkpoint after round {after} was written for {waited:.0f} s")
             self.elapse(self.waits.poll)
         return True
 

@@ -116,7 +116,8 @@ class _Cluster(_Workers):
 def run_storm(storm: Storm, folder: Path) -> dict[str, Any]:
     """Run the storm; returns what was counted."""
     chance = random.Random(storm.seed)
-    with _Cluster(storm, folder) as workers:
+    workers = _Cluster(storm, folder)
+    with workers:
         done = Counter[str]()
         while sum(done.values()) < storm.events:
             workers.wait_for_rounds(chance.randint(1, 6))
@@ -168,7 +169,7 @@ def _worker(id: int, storm: Storm, folder: Path, url: str, round: Any, stop: Any
         diary.write({"event": "founded", "era": era.index, "number": era.number, "chain": era.chain.hex()})
         return era
 
-    link.settle = noted_settle  # type: ignore[method-assign]
+    link.settle = noted_settle
     try:
         trainer.optimizer.join()
     except LinkError as error:

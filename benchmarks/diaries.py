@@ -43,7 +43,7 @@ class Diary:
             Counted.judge,
         )
         engine.take, self._link._send, engine.history._begin_with = self._noted_take, self._noted_send, self._noted_begin
-        Counted.judge = lambda exchange, payloads: self._noted_judge(exchange, payloads)
+        setattr(Counted, "judge", lambda exchange, payloads: self._noted_judge(exchange, payloads))  # noqa: B010
 
     def write(self, line: dict[str, Any]) -> None:
         """Add a line."""

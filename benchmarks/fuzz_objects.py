@@ -190,7 +190,7 @@ def fuzz(count: int, seed: int) -> Iterator[Judged]:
         "checkpoint": seal_text(target.links[1].signer, "ckpt 00000003-1", b"", b"state" * 20),
     }
     others = list(sound.values())
-    for _ in range(count):
+    while count:
         target.store.objects = dict(target.start)
         kind = chance.choice(
             ("message", "manifest", "round", "run.json", "roster", "checkpoint", "signed message", "signed manifest")
@@ -214,6 +214,7 @@ def fuzz(count: int, seed: int) -> Iterator[Judged]:
             "roster": lambda raw=raw: read_roster(target, raw),
             "checkpoint": lambda raw=raw: read_checkpoint(target, raw, chance),
         }
+        count -= 1
         yield judge(kind, raw, readers[kind])
 
 

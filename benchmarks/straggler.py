@@ -79,11 +79,10 @@ def work(job: Job) -> dict[str, Any]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     settings = {"H": job.H} if job.H else {}
     config = RunConfig(algorithm=job.algorithm, task="gpt-pico", steps=job.steps, wire=job.wire, settings=settings)
-    task, elastic = task_of(config, size), job.way == "elastic"
-    model = task.model()
-    link = elastic_link(rank, size) if elastic else thinwire.connect(timeout=LIMIT)
-    opt = optimizer_of(config, model, link)
-    if elastic:
+    task = task_of(config, size)
+    model, link = task.model(), elastic_link(rank, size) if job.way == "elastic" else thinwire.connect(timeout=LIMIT)
+    opt, run = optimizer_of(config, model, link), link.elastic
+    if run is not None:
         opt.join()
     slow, times, counted, rounds = random.Random(rank), [], [], opt.rounds
     while opt.steps < job.steps and not opt.ended:
@@ -97,11 +96,11 @@ def work(job: Job) -> dict[str, Any]:
         if opt.rounds != rounds:
             rounds = opt.rounds
             times.append(time.monotonic())
-            counted.append(list(link.status.counted) if elastic else list(range(size)))
+            counted.append(list(range(size)) if run is None else list(run.status.counted))
     opt.finish()
     seconds = (times[-1] - times[0]) / max(1, len(times) - 1)
-    if elastic:
-        leave(link, rank, size)
+    if run is not None:
+        leave(run, rank, size)
     straggler = sum(size - 1 in ids for ids in counted) / len(counted)
     messages = sum(map(len, counted[1:])) / (times[-1] - times[0])
     return {"seconds per round": seconds, "messages per second": messages, "straggler counted": straggler}
@@ -144,13 +143,26 @@ def measure(lab: Lab, job: Job) -> dict[str, Any]:
         return asdict(job) | json.loads(out.read_text()) | {"sent": sent, "seconds": ended.seconds}
 
 
-def main(job: str | None = None, out: str | None = None, rounds: int = 20, save: bool = False) -> None:
+def main(
+    job: str | None = None,
+    out: str | None = None,
+    methods: tuple[str, ...] = ("diloco", "demo", "thin"),
+    rounds: int = 20,
+    H: int = 8,
+    step_seconds: float = 0.2,
+    tail: float = 0.1,
+    save: bool = False,
+) -> None:
     """Measure in the lab.
 
     Args:
         job: be one worker of it instead.
         out: where worker 0 writes its figures.
-        rounds: of a run with local steps.
+        methods: with a straggler, and "thin" for the runs on links of 1 Mbit/s.
+        rounds: of DiLoCo; DeMo takes as many steps.
+        H: local steps of DiLoCo.
+        step_seconds: of a local step; long ones where the machine is busy.
+        tail: part of the straggler's steps that are slow.
         save: append the figures to the records.
     """
     if job is not None:
@@ -159,12 +171,19 @@ def main(job: str | None = None, out: str | None = None, rounds: int = 20, save:
             Path(out).write_text(json.dumps(figures))
         return
 
-    jobs = [Job(way, "diloco", rounds=rounds) for way in ("waits for all", "elastic")]
-    jobs += [Job(way, "demo", H=0, rounds=5 * rounds) for way in ("waits for all", "elastic")]
-    thin = {"way": "elastic", "tail": 0.0, "bandwidth": 1e6, "rounds": max(2, rounds // 2)}
-    jobs += [Job(algorithm="demo", H=0, **thin), Job(algorithm="diloco", **thin), Job(algorithm="diloco", wire="fp4", **thin)]
-    with Lab(jobs[0].workers) as lab:
-        for one in jobs:
+    slow: dict[str, Any] = {"step_seconds": step_seconds, "tail": tail}
+    thin: dict[str, Any] = {"way": "elastic", "tail": 0.0, "bandwidth": 1e6, "rounds": max(2, rounds // 2)}
+    jobs = {
+        "diloco": [Job(way, "diloco", H=H, rounds=rounds, **slow) for way in ("waits for all", "elastic")],
+        "demo": [Job(way, "demo", H=0, rounds=H * rounds, **slow) for way in ("waits for all", "elastic")],
+        "thin": [
+            Job(algorithm="demo", H=0, **thin),
+            Job(algorithm="diloco", **thin),
+            Job(algorithm="diloco", wire="fp4", **thin),
+        ],
+    }
+    with Lab(jobs["diloco"][0].workers) as lab:
+        for one in (one for method in methods for one in jobs[method]):
             figures = measure(lab, one)
             show(figures)
             if save:

@@ -264,14 +264,14 @@ class ElasticEngine(RoundEngine):
             opt.pace.told(decided.step_seconds, terms.step)
         due, which = self._which(terms.step, last=terms.last)
         if not manifest.counted or not which:
-            self._settle(decided, Verdict())
+            self._book(decided, Verdict())
             return False
         if exchange is None or (flight.step, flight.last) != (terms.step, terms.last):
             flight = InFlight(manifest.number, terms.step, due, which, terms.last, opt.link.peers())
             self.begin(flight)
             exchange = self._exchange(flight, opt.send(), read_only=True)
         verdict = exchange.judge(decided.messages)
-        self._settle(decided, verdict)
+        self._book(decided, verdict)
         for sender, why in verdict.left_out.items():
             log.warning("round %d: worker %d is left out: %s", manifest.number, sender, why)
         if self._diverged(manifest, verdict, exchange.state_hash):
@@ -282,7 +282,7 @@ class ElasticEngine(RoundEngine):
         self.history.write_in_turn(manifest, mine=decided.mine)
         return included
 
-    def _settle(self, decided: Decided, verdict: Verdict) -> None:
+    def _book(self, decided: Decided, verdict: Verdict) -> None:
         """Book what is applied as counted, and what gave NaN or Inf, which is not tried again; the rest is still to be sent."""
         manifest = decided.manifest
         applied = set(decided.blocks) - set(verdict.left_out) if verdict.arrived is not None else set()

@@ -48,18 +48,18 @@ class RunHost:
             raise ConfigError(f"quorum must be from 1 to {workers} with {workers} workers, got {quorum}")
         _check_here(host)
         self._notes = None if folder is None else FolderStore(folder)
-        told = json.dumps({"workers": workers, "quorum": quorum, "train": train or {}}, sort_keys=True).encode()
-        name = b""
+        told, name = json.dumps({"workers": workers, "quorum": quorum, "train": train or {}}, sort_keys=True), "-"
         if self._notes is not None:
-            name = self._notes.decide("name", secrets.token_hex(16).encode())
-            if (there := self._notes.decide("run.json", told, most=_MOST)) != told:
-                raise ConfigError(f"the folder {folder} is that of a run with other settings: {there.decode()[:200]}")
+            name = self._notes.decide("name", secrets.token_hex(16).encode()).decode("ascii", "replace")
+            there = self._notes.decide("run.json", told.encode(), most=_MOST).decode("utf-8", "replace")
+            if there != told:
+                raise ConfigError(f"the folder {folder} is that of a run with other settings: {there[:200]}")
         self._store = hold_store(host, port)
         self.host, self.port = host, self._store.port
         self._store.set(RUN, told)
-        self._store.set(NAME, name or b"-")
+        self._store.set(NAME, name)
         if self._notes is not None and self._notes.get("begun", most=1) is not None:
-            self._store.set(BEGUN, b"1")
+            self._store.set(BEGUN, "1")
         self._store.set(LIFE, secrets.token_hex(8))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="thinwire host", daemon=True)
@@ -76,7 +76,7 @@ class RunHost:
             if self._store.check([WISH]):
                 if self._notes is not None:
                     self._notes.create("begun", b"1")
-                self._store.set(MAY_BEGIN, b"1")
+                self._store.set(MAY_BEGIN, "1")
                 return
 
     def close(self) -> None:

@@ -99,7 +99,7 @@ class DeMo(Algorithm):
         check_not_negative("clip_norm", clip_norm)
         codec = CodecSchedule.of(codec or DCT(64) >> TopK(128) >> Sign()).map(Chain.of)
         self.mean = Mean.of(over, robust)
-        self.inflow, self.clip_norm, self.whiten = inflow, clip_norm, whiten
+        self.inflow, self.clip_norm, self.whiten, self.delay = inflow, clip_norm, whiten, delay
         group = {"lr": lr, "beta": beta, "alpha": alpha, "phi": phi, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         settings = {
             **group,
@@ -112,7 +112,6 @@ class DeMo(Algorithm):
         }
         slots: dict[str, Start] = {"momentum": "coded", "own_v": "zeros", "own_count": "count", "m": "zeros", "v": "zeros"}
         slots["updates"] = "count"
-        self.delay = delay
         self._g: list[Tensor] = []  # what enters the momentum in the round at hand
         self._clip = 1.0
         if isinstance(params, Optimizer):

@@ -4,18 +4,20 @@
 
 Four workers in network namespaces train gpt-pico. A local step takes `step_seconds`, by sleeping for what the computing leaves
 of it; on the last worker a part of the steps (`tail`) takes ten times as long. "waits for all" is the same method on a gloo
-link of fixed workers, "elastic" a run whose objects are in a TCPStore that worker 0 holds. Of both: seconds from round to round
-on worker 0, and how many messages a second were counted. The last runs have no straggler, but wires of 1 Mbit/s.
+link of fixed workers, "elastic" a run on a cluster whose host is beside worker 0. Of both: seconds from round to round on
+worker 0, and how many messages a second were counted. The last runs have no straggler, but wires of 1 Mbit/s.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,8 @@ import tyro
 
 import thinwire
 from benchmarks import record
-from thinwire.errors import LinkError
-from thinwire.links import ElasticLink
-from thinwire.links.cluster import ClusterStore
-from thinwire.links.manifest import Unsigned
+from thinwire.links import ElasticLink, Link
+from thinwire.links.host import RunHost
 from thinwire.tools.build import optimizer_of, task_of
 from thinwire.tools.config import RunConfig
 from thinwire.tools.lab import Lab
@@ -74,13 +74,22 @@ class Job:
 
 
 def work(job: Job) -> dict[str, Any]:
-    """Train as one worker of a lab; what worker 0 saw."""
+    """Train as one worker of a lab; what it saw."""
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if job.way != "elastic":
+        return train(job, thinwire.connect(timeout=LIMIT))
+    with hosted(rank, size) as link:
+        return train(job, link)
+
+
+def train(job: Job, link: Link) -> dict[str, Any]:
+    """Train on a link; seconds from round to round, and what was counted."""
+    rank, size = link.rank, job.workers
     settings = {"H": job.H} if job.H else {}
     config = RunConfig(algorithm=job.algorithm, task="gpt-pico", steps=job.steps, wire=job.wire, settings=settings)
     task = task_of(config, size)
-    model, link = task.model(), elastic_link(rank, size) if job.way == "elastic" else thinwire.connect(timeout=LIMIT)
+    model = task.model()
     opt, run = optimizer_of(config, model, link), link.elastic
     if run is not None:
         opt.join()
@@ -99,33 +108,25 @@ def work(job: Job) -> dict[str, Any]:
             counted.append(list(range(size)) if run is None else list(run.status.counted))
     opt.finish()
     seconds = (times[-1] - times[0]) / max(1, len(times) - 1)
-    if run is not None:
-        leave(run, rank, size)
     straggler = sum(size - 1 in ids for ids in counted) / len(counted)
     messages = sum(map(len, counted[1:])) / (times[-1] - times[0])
     return {"seconds per round": seconds, "messages per second": messages, "straggler counted": straggler}
 
 
-def elastic_link(rank: int, size: int) -> ElasticLink:
-    """An elastic link whose store worker 0 holds, at the address of the job."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    until = time.monotonic() + LIMIT
-    while True:
-        try:
-            store = ClusterStore(host, port, hold=rank == 0, timeout=LIMIT)
-            return ElasticLink(store, Unsigned(rank), roster=range(size), timeout=LIMIT, first_wait=60.0)
-        except LinkError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.1)
-
-
-def leave(link: ElasticLink, rank: int, size: int) -> None:
-    """Say that this worker needs the store no more; worker 0, which holds it, waits for all to say so."""
-    link.store.create(f"done/{rank}", b"done")
-    until = time.monotonic() + LIMIT
-    while rank == 0 and len(link.store.list("done/")) < size and time.monotonic() < until:
-        time.sleep(0.05)
+@contextlib.contextmanager
+def hosted(rank: int, size: int) -> Iterator[ElasticLink]:
+    """An elastic link on a cluster, whose host is in the process of worker 0, until all have left."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with contextlib.ExitStack() as way_out:
+        if rank == 0:
+            way_out.enter_context(contextlib.closing(RunHost(address, port, workers=size)))
+        link = thinwire.join(f"tcp://{address}:{port}", id=rank, outage=LIMIT, timeout=LIMIT, first_wait=60.0)
+        yield link
+        link.store.create(f"done/{rank}", b"done")
+        until = time.monotonic() + LIMIT
+        while rank == 0 and len(link.store.list("done/")) < size and time.monotonic() < until:
+            time.sleep(0.05)
+        # Not link.close(): it asks the host, which by then may be gone, and the run has ended for all.
 
 
 # --- The lab -----------------------------------------------------------------------------------------------------------------

@@ -3,8 +3,9 @@
 All have a linear warm-up. Then "cosine" falls to a part of the peak, "wsd" (warm-up, stable, decay) stays at the peak and falls
 in a straight line over the last part of the run, and "constant" stays.
 
->>> [round(lr_of_step("wsd", step, steps=8, warmup=2), 2) for step in range(1, 9)]
-[0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0]
+Examples:
+    >>> [round(lr_of_step("wsd", step, steps=8, warmup=2), 2) for step in range(1, 9)]
+    [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0]
 """
 
 from __future__ import annotations

@@ -9,12 +9,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.straggler import elastic_link, leave
+from benchmarks.straggler import hosted
 
 from tests.conformance.elastic import replicated
 from tests.conformance.training import H, backward, build, model_of
 from tests.processes import until
 from thinwire.core.hashing import hash_tensors
+from thinwire.links import ElasticLink
 
 ROUND = 4  # which the others have decided before the straggler takes its second step
 MOST = 2000  # rounds that the others go on for until they see it counted
@@ -23,7 +24,13 @@ MOST = 2000  # rounds that the others go on for until they see it counted
 def main(folder: str) -> None:
     """Train until worker 2, which stays in its first steps until the others are far ahead, was counted after all."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    link, model = elastic_link(rank, size), model_of()
+    with hosted(rank, size) as link:
+        told = train(link)
+    Path(folder, f"{rank}.json").write_text(json.dumps(told))
+
+
+def train(link: ElasticLink) -> dict[str, Any]:
+    model, rank = model_of(), link.rank
     opt = build("diloco", model.parameters(), link)
     states, counted, take = {}, {}, opt.engine.take
 
@@ -47,8 +54,7 @@ def main(folder: str) -> None:
         opt.zero_grad()
         time.sleep(0.01)
     opt.finish()
-    leave(link, rank, size)
-    Path(folder, f"{rank}.json").write_text(json.dumps({"states": states, "counted": counted}))
+    return {"states": states, "counted": counted}
 
 
 if __name__ == "__main__":

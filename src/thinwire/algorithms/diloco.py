@@ -57,8 +57,7 @@ class DiLoCo(Wrapper):
             them is dropped, as in `StreamingDiLoCo` with alpha = 0.
         pace: "equal" steps on all workers; "speed" lets a slower worker take fewer of the H steps of a round, by measured
             speed, and weighs its difference by the steps it took.
-        feedback: f, how much of what a codec that rounds has left out goes into the next round; 0 for none, as in the papers,
-            and 1 for all of it.
+        feedback: f, part of rounding errors sent later.
         codec: what is sent of the differences, or a `CodecSchedule`; dense float32 by default.
         options: see `thinwire.Policy`.
     """

@@ -22,7 +22,7 @@ class TrainFlags:
     rare: ClassVar[frozenset[str]] = frozenset({"timeout"})
 
     join: str | None = None
-    """Take part in the run at this address as one worker, started alone; its settings come from there, and the flags are
+    """Take part in the run at this address as one worker, started alone; its settings come from there; the flags are
     others: `thinwire train --join URL --help`."""
     out: str | None = None
     """The run folder; by default runs/ALGORITHM-TASK-TIME."""

@@ -65,7 +65,7 @@ class RunConfig:
     lr_warmup: int = 20
     """Steps over which the learning rate rises to its peak."""
     lr_schedule: LRSchedule = "cosine"
-    """What follows: a cosine; wsd, which keeps the peak and falls in a straight line at the end; or the peak throughout."""
+    """wsd falls to zero at the end."""
     lr_final: float | None = None
     """Where the decay of the learning rate ends, as a part of the peak; by default at 0.1 for cosine and at 0 for wsd."""
     lr_decay: float = DECAY
@@ -110,7 +110,7 @@ class RunConfig:
     """Where to compute: auto takes GPUs where torch finds them."""
     wire: str | None = None
     """What is sent, if not the method's own choice: fp32, bf16, fp16, int8, fp4, 2-bit, ternary, 1-bit, or a chain such as
-    "DCT(64) >> TopK(32) >> Sign()"; of some methods another one in later rounds: "fp4 until 64, 1-bit"."""
+    "DCT(64) >> TopK(32) >> Sign()"; "fp4 until 64, 1-bit"."""
     val_windows: int | None = None
     """Of gpt tasks: windows of validation text; by default 64."""
     val_part: Literal["all", "tuning", "claim"] = "all"

@@ -39,9 +39,9 @@ def test_workers_join_a_host_and_end_with_one_model(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def start(name: str, *words: str) -> subprocess.Popen[bytes]:
-        log = (tmp_path / f"{name}.log").open("wb")
         command = [sys.executable, "-m", "thinwire", *words]
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=tmp_path)
+        with (tmp_path / f"{name}.log").open("wb") as log:
+            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=tmp_path)
 
     settings = ["--algorithm", "diloco", "--task", "quadratic", "--lr", "0.01", "--H", "5", "--steps", "200"]
     host = start("host", "run", "serve", "tcp://127.0.0.1:0", "--folder", "host", "--members", "2", *settings)

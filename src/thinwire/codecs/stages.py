@@ -13,9 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.codecs.bits import Bytes
 from thinwire.codecs.registry import VALUE_FORMATS
 from thinwire.errors import ConfigError, WireError, check_whole_number
+from thinwire.kernels import Kernels
 
 Floats = NDArray[np.float32]
 Indices = NDArray[np.int64]
@@ -40,6 +42,7 @@ class Transform(ABC):
         check_whole_number("the block of a transform", self.block)
 
     mixes = True  # whether it does anything to the entries of a block
+    in_kernels = False  # whether it is the transform that the C kernels know
 
     @property
     def changes(self) -> bool:
@@ -77,6 +80,7 @@ class Selection(ABC):
 
     indexed = False  # whether the indices travel with the values
     everything = False  # whether nothing is left out
+    in_kernels = False  # whether it is the selection that the C kernels know
 
     def __post_init__(self) -> None:
         """Check k."""
@@ -213,3 +217,8 @@ class Stages:
     def linear(self) -> bool:
         """Whether messages may be averaged on the wire: all workers send the same entries, as plain floats."""
         return not self.selection.indexed and self.values.wire_dtype is not None
+
+    def kernels(self, h: int, w: int, device: torch.device) -> Kernels | None:
+        """The C kernels, where they know the transform of blocks of this shape and can be had; else torch and numpy do it."""
+        known = self.transform.in_kernels and h == w == kernels.BLOCK and device.type == "cpu"
+        return kernels.library() if known else None

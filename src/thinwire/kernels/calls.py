@@ -49,7 +49,7 @@ class Entries:
 
     Attributes:
         indices: [workers, blocks, k], entries within their block, each below BLOCK * BLOCK; of each worker contiguous.
-        values: [workers, blocks * k], contiguous.
+        values: [workers, blocks * k]; of each worker contiguous.
         weights: [workers], None where all are 1.
         total: what sums are divided by; 0 to divide each by the weight of those who sent it.
     """
@@ -136,11 +136,11 @@ class Kernels:
     def _decode(self, entries: Entries, out: tuple[int | None, int], grid: tuple[int, int], squares: int | None) -> None:
         indices, values, weights = entries.indices, entries.values, entries.weights
         workers, blocks, k = indices.shape
-        assert grid[0] * grid[1] == blocks and values.shape == (workers, blocks * k) and values.flags.c_contiguous
+        assert grid[0] * grid[1] == blocks and values.shape == (workers, blocks * k) and values.strides[1] == 4
         assert indices.dtype == np.uint16 and values.dtype == np.float32 and indices.strides[1:] == (2 * k, 2)
         assert weights is None or (weights.dtype == np.float32 and weights.shape == (workers,))
         self._library.thinwire_decode(
-            *(indices.ctypes.data, indices.strides[0] // 2, values.ctypes.data, blocks * k),
+            *(indices.ctypes.data, indices.strides[0] // 2, values.ctypes.data, values.strides[0] // 4),
             *(None if weights is None else weights.ctypes.data, workers, k, entries.total),
             *(*out, *grid, squares, torch.get_num_threads()),
         )

@@ -218,7 +218,10 @@ class Stages:
         """Whether messages may be averaged on the wire: all workers send the same entries, as plain floats."""
         return not self.selection.indexed and self.values.wire_dtype is not None
 
+    def in_kernels(self, h: int, w: int, device: torch.device) -> bool:
+        """Whether the C kernels know the transform of blocks of this shape there."""
+        return self.transform.in_kernels and h == w == kernels.BLOCK and device.type == "cpu"
+
     def kernels(self, h: int, w: int, device: torch.device) -> Kernels | None:
-        """The C kernels, where they know the transform of blocks of this shape and can be had; else torch and numpy do it."""
-        known = self.transform.in_kernels and h == w == kernels.BLOCK and device.type == "cpu"
-        return kernels.library() if known else None
+        """The C kernels, where they know such blocks and can be had; else torch and numpy do the same."""
+        return kernels.library() if self.in_kernels(h, w, device) else None

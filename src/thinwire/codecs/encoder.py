@@ -8,8 +8,9 @@ exactly what the receivers will read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,8 +51,7 @@ class Encoded(Message):
         """
         scale = per_tensor(scale, len(slots))
         if self._chain.transform.changes:
-            received = Received(self._chain, self._plan, Messages([self.payload], slots, self._round), own=(0, self))
-            for i, part, sent in received.each(slots):
+            for i, part, sent in self.each(slots):
                 part.sub_(sent, alpha=scale[i])
             return
         for group, kept in zip(self._plan.layout.groups, self.kept, strict=True):
@@ -77,6 +77,11 @@ class Encoded(Message):
             n = slots[i].numel()
             slots[i].sub_(self.dense[at : at + n].view(slots[i].shape).to(slots[i].device), alpha=scale[i])
             at += n
+
+    def each(self, tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> Iterator[Any]:
+        """Go through tensors and what receivers read in this message side by side: see `Received.each`."""
+        received = Received(self._chain, self._plan, Messages([self.payload], tensors, self._round), own=(0, self))
+        return received.each(tensors, *others)
 
 
 class _Workspace:
@@ -132,9 +137,7 @@ def accumulate(
         _blend(slots[i], tensors[i].detach().to(slots[i].dtype), decay[i], scale[i])
 
 
-def _transform(
-    chain: Stages, fast: Kernels | None, piece: Piece, c: _Coefficients, round: int, work: _Workspace
-) -> None:
+def _transform(chain: Stages, fast: Kernels | None, piece: Piece, c: _Coefficients, round: int, work: _Workspace) -> None:
     """Out <- decay * out + scale * P_h X P_w^T for the blocks X of a piece."""
     if c.x is None:
         return

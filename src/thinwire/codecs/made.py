@@ -9,6 +9,8 @@ from torch import Tensor
 
 from thinwire.codecs.layout import Piece, matrix_of, write_back
 
+_RUN = 1 << 18  # entries that fit into a cache
+
 
 @dataclass(frozen=True)
 class Made:
@@ -31,6 +33,23 @@ class Made:
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[i] for i in range(len(self)))
+
+    def runs(self) -> Iterator[Tensor]:
+        """All of them in runs of entries, to look at them without a copy of the model."""
+        return (self.make(i, *parts) for i, parts in self._runs())
+
+    def replace_first(self) -> None:
+        """Overwrite the tensors of the first source with those that are made of them."""
+        for i, parts in self._runs():
+            parts[0].copy_(self.make(i, *parts))
+
+    def _runs(self) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        for i, tensors in enumerate(zip(*self.sources, strict=True)):
+            whole = tuple(t.detach() for t in tensors)
+            if all(t.is_contiguous() for t in whole):
+                yield from ((i, parts) for parts in zip(*(t.view(-1).split(_RUN) for t in whole), strict=True))
+            else:
+                yield i, whole
 
     def piece(self, piece: Piece) -> Tensor:
         """A piece of one of the tensors, without padding."""

@@ -210,6 +210,10 @@ def _blocks(matrix: Tensor) -> int:
 
 def _entries(indices: Sets, values: Floats, blocks: int) -> int:
     """K of indices and values of so many blocks."""
-    assert indices.dtype == np.uint16 and values.dtype == np.float32 and indices.shape == values.shape == (blocks, indices.shape[1])
+    assert (
+        indices.dtype == np.uint16
+        and values.dtype == np.float32
+        and indices.shape == values.shape == (blocks, indices.shape[1])
+    )
     assert indices.flags.c_contiguous and values.flags.c_contiguous and 0 < indices.shape[1] <= BLOCK * BLOCK
     return indices.shape[1]

@@ -147,8 +147,7 @@ class DeMo(Algorithm):
             return
         self._clip = self.clip_factor(self.clip_norm)
         if self.whiten:
-            for count in self.slot("own_count"):
-                count.add_(1)
+            [count.add_(1) for count in self.slot("own_count")]
 
     def send(self) -> Outgoing:
         """Add the gradient to the momentum, and send the fast part: m_i <- beta m_i + s g_i;  q_i <- C(m_i)."""

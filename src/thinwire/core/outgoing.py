@@ -36,8 +36,8 @@ class Outgoing:
             What is added so stays in the slots whatever becomes of the round; an invalid tensor is not added.
         scale: see `decay`; by default the slots are sent as they are.
         source: what `tensors` were made of, where a message that is sent again is made from that.
-        made: what is sent instead of `tensors`, or added to the slots, made piece by piece; `tensors` tell the shapes. Where it is
-            added to slots, `invalid` must be said: to look at it would make it twice.
+        made: what is sent instead of `tensors`, or added to the slots, made piece by piece; `tensors` tell the shapes. Where it
+            is added to slots, `invalid` must be said: to look at it would make it twice.
         pair: the ranks of this worker and the one that it exchanges with, in order, or its own alone; None for all workers.
     """
 

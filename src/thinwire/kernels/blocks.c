@@ -34,17 +34,9 @@ static inline V load(const float *p) { return (V) * (const VU *)p; }
 static inline void store(float *p, V v) { *(VU *)p = (VU)v; }
 static inline I load_bits(const float *p) { return (I) * (const IU *)p; }
 
-static inline V all(float x) {
-    V v;
-    for (int i = 0; i < LANES; i++) v[i] = x;
-    return v;
-}
-
-static inline I all_bits(int32_t x) {
-    I v;
-    for (int i = 0; i < LANES; i++) v[i] = x;
-    return v;
-}
+/* The same number in all lanes; x - 0 is x, of any x. */
+static inline V all(float x) { return x - (V){0}; }
+static inline I all_bits(int32_t x) { return x - (I){0}; }
 
 /* a b + c, rounded once */
 static inline V fused(V a, V b, V c) {

@@ -1,8 +1,8 @@
 """How the kernels are compiled, kept and loaded.
 
-They are compiled when they are first asked for, into a folder that belongs to the user alone. The name of a library is a hash of
-the source, the compiler, its flags and the CPU, so nothing stale is ever loaded; it is written beside and renamed, so that many
-processes may do it at once. A library that is loaded is tried on numbers first.
+They are compiled when they are first asked for, into a folder that belongs to the user alone. The name of a library is a hash
+of the source, the compiler, its flags and the CPU, so nothing stale is ever loaded; it is written beside and renamed, so that
+many processes may do it at once. A library that is loaded is tried on numbers first.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ LIMIT = 1800  # seconds for all turns of one tree
 def receiver(size: str) -> None:
     """Runs in either tree: a round for every line that comes in, its seconds in a line that goes out."""
     import torch
-    from benchmarks.pair import SIZES, gpt_shapes
 
+    from benchmarks.pair import SIZES, gpt_shapes
     from thinwire import DCT, Mean, Sign, TopK
 
     torch.set_num_threads(1)

@@ -200,9 +200,19 @@ class Received:
                 found.append(read[a:b])
         return found[0] if len(found) == 1 else np.concatenate(found)
 
+    def _read_into(self, nth: int, number: int, start: int, stop: int, out: Floats) -> bool:
+        """The same of a group in a message of one part, by a C kernel; False where there is none."""
+        if nth in self._known or self._read or number < 0 or len(self.plan.of_group[number]) > 1:
+            return False
+        (section,) = self.plan.of_group[number]
+        return self.chain.values.read_into(self._bodies[nth][section.middle : section.stop], section.row, start, stop, out)
+
     def _weighted(self, number: int, start: int, stop: int) -> Floats:
         """These values in all messages, [workers, stop - start], with the factors that norms make."""
-        values = np.stack([self._values(nth, number, start, stop) for nth in range(len(self._bodies))])
+        values = np.empty((len(self._bodies), stop - start), np.float32)
+        for nth, out in enumerate(values):
+            if not self._read_into(nth, number, start, stop, out):
+                out[:] = self._values(nth, number, start, stop)
         if self.mean.needs_norms:
             values *= self._factors[:, None]
         return values
@@ -252,21 +262,21 @@ class Received:
         assert room is not None
         weights = None if (self._weights == 1).all() else self._weights
         total = float(self._weights.sum()) if self.mean.over == "workers" else 0.0
-        for batch in self._batches(number, group):
+        blocks = max(1, 2 * _MERGED // (k * len(self._bodies)))  # there is no copy of the entries to make room for
+        for batch in group.batches_of(min(BATCH, blocks * group.L)):
             values = self._weighted(number, batch.start * k, batch.stop * k)
             for piece in (part for whole in batch.pieces for part in whole.split(_HOT)):
-                first, last = piece.start - batch.start, piece.start - batch.start + piece.blocks
-                indices = room[:, piece.start : piece.start + piece.blocks]
-                yield piece, Entries(indices, values[:, first * k : last * k], weights, total)
+                first, last = piece.start, piece.start + piece.blocks
+                here = values[:, (first - batch.start) * k : (last - batch.start) * k]
+                yield piece, Entries(room[:, first:last], here, weights, total)
 
     def _fast_pieces(self, fast: Kernels, number: int, group: Group) -> Iterator[tuple[Piece, Tensor]]:
         """`pieces` of a group: mean and inverse of each block while it is in cache."""
         memory = torch.empty(0)
         for piece, entries in self._entries(number, group):
-            n = math.prod(piece.shape)
-            memory = memory if memory.numel() >= n else torch.empty(n)
-            out = memory[:n].view(piece.shape)
-            fast.mean(entries, out)
+            if memory.numel() < (n := math.prod(piece.shape)):
+                memory = torch.empty(n)
+            fast.mean(entries, out := memory[:n].view(piece.shape))
             yield piece, out
 
     def dense(self) -> Iterator[tuple[int, Tensor]]:
@@ -290,8 +300,7 @@ class Received:
     def squares(self) -> list[float]:
         """The sum of squares of the mean of each tensor, without decoding it: an orthonormal transform keeps norms.
 
-        What lies in the padding counts too. Without the C kernels the means are kept for `each`, so that no message is read
-        again.
+        What lies in the padding counts too. Without the C kernels the means are kept for `each`.
         """
         found = [0.0] * len(self.plan.layout.shapes)
         for number, group in enumerate(self.plan.layout.groups):

@@ -120,6 +120,11 @@ class Row:
         """Values in all."""
         return sum(self.lengths)
 
+    @functools.cached_property
+    def whole_blocks(self) -> bool:
+        """Whether no block has fewer than k values."""
+        return all(n % self.k == 0 for n in self.lengths)
+
     def groups(self, g: int) -> int:
         """How many groups of at most g values there are; none has values of two tensors."""
         return sum(-(-n // g) for n in self.lengths)
@@ -179,6 +184,10 @@ class Values(ABC):
         Raises:
             WireError: a value or scale that is not finite, a negative scale, or padding that is not zero.
         """
+
+    def read_into(self, raw: Bytes, row: Row, start: int, stop: int, out: Floats) -> bool:  # noqa: ARG002
+        """`read` of values that have been checked, into `out`, by a C kernel; False where there is none."""
+        return False
 
     def check(self, raw: Bytes, row: Row) -> float:
         """A number that no value is larger than in magnitude; all are checked as `read` does, without keeping them.

@@ -28,7 +28,7 @@ from thinwire.kernels.calls import Kernels
 log = logging.getLogger("thinwire")
 
 SETTING = "THINWIRE_KERNELS"
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("blocks.c", "sets.c"))
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("blocks.c", "messages.c"))
 # No contraction: the source says where a product and a sum are rounded once.
 FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-pthread")
 # Of each kind of CPU that torch tells apart. Others have no fused multiply-add, without which the kernels are slow, or have

@@ -32,6 +32,7 @@ _SIGNATURES = {
     ),
     "thinwire_read_sets": ([_pointer, _long, _int, _int, _int, _int, _pointer], _int),
     "thinwire_write_sets": ([_pointer, _long, _int, _int, _int, _pointer], None),
+    "thinwire_read_signs": ([_pointer, _pointer, _long, _long, _int, _pointer], None),
 }
 
 
@@ -145,7 +146,7 @@ class Kernels:
             *(*out, *grid, squares, torch.get_num_threads()),
         )
 
-    # --- Sets --------------------------------------------------------------------------------------------------------------
+    # --- Messages ----------------------------------------------------------------------------------------------------------
 
     def read_sets(self, code: NDArray[np.uint8], out: Sets, *, row: int, low: int, limit: int) -> bool:
         """Read sorted sets [n, k] from an Elias-Fano code; False where it is none of numbers below `limit`.
@@ -166,6 +167,21 @@ class Kernels:
         n, k = sets.shape
         assert sets.dtype == np.uint16 and sets.flags.c_contiguous and code.flags.c_contiguous
         self._library.thinwire_write_sets(sets.ctypes.data, n, k, row, low, code.ctypes.data)
+
+    def read_signs(self, scales: NDArray[np.uint8], signs: NDArray[np.uint8], first: int, k: int, out: Floats) -> None:
+        """Values of blocks from `first` on, k to a block: their scale, negative where the value's bit is set.
+
+        Args:
+            scales: of all blocks, bfloat16.
+            signs: one bit for each value of all blocks.
+            first: the first block to read.
+            k: values of a block.
+            out: [blocks k], contiguous.
+        """
+        blocks, rest = divmod(len(out), k)
+        assert not rest and out.dtype == np.float32 and out.flags.c_contiguous and 2 * (first + blocks) <= len(scales)
+        assert scales.flags.c_contiguous and signs.flags.c_contiguous and (first + blocks) * k <= 8 * len(signs)
+        self._library.thinwire_read_signs(scales.ctypes.data, signs.ctypes.data, first, blocks, k, out.ctypes.data)
 
     # --- The trial ---------------------------------------------------------------------------------------------------------
 

@@ -138,7 +138,7 @@ class Kernels:
         indices, values, weights = entries.indices, entries.values, entries.weights
         workers, blocks, k = indices.shape
         assert grid[0] * grid[1] == blocks and values.shape == (workers, blocks * k) and values.strides[1] == 4
-        assert indices.dtype == np.uint16 and values.dtype == np.float32 and indices.strides[1:] == (2 * k, 2)
+        assert indices.dtype == np.uint16 and values.dtype == np.float32 and indices[0].flags.c_contiguous
         assert weights is None or (weights.dtype == np.float32 and weights.shape == (workers,))
         self._library.thinwire_decode(
             *(indices.ctypes.data, indices.strides[0] // 2, values.ctypes.data, values.strides[0] // 4),

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-full chaos lint types docs bench evidence evidence-all clean

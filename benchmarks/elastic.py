@@ -3,15 +3,16 @@
 A storm is one run of one method on a store: a folder, moto's S3 server behind a wire that fails, or rclone's, which overwrites,
 with worker 0 as the keeper of manifests. Workers get SIGKILL (one, or all at once) or SIGSTOP for a while at random moments, a
 gradient is NaN now and then, the server freezes, is started again, or loses answers; the killed are started again with the same
-key. Every worker writes down a hash of the replicated state after every round that it applies, also of those that it only
-follows. At the end these are counted, and all must be 0:
+key. An outage is always the same thing, and the next one comes when every worker has been counted again. What the workers did
+is written down (`benchmarks.diaries`) and counted at the end, and all of this must be 0:
 
     two_hashes     rounds after which two workers had different bits in the replicated state
     fresh          workers that began from fresh weights although a round was there
     invalid        rounds after which the replicated state was not finite
-    lost, twice    blocks of data that were lost, or counted twice
+    lost, twice    blocks of data that were lost, or are in the model twice
+    misbooked      blocks that the books of the run call counted and are not, or the reverse
 
-Storms are records: what was done already is not done again.
+Storms and outages are records: what was done already is not done again.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ from typing import Any
 import tyro
 
 from benchmarks import record, servers
+from benchmarks.diaries import ZERO, Diary, count, keep_manifests, rounds_of
 
 NAME = "elastic"
 METHODS: dict[str, dict[str, Any]] = {"demo": {}, "decoupled-diloco": {"H": 3}, "diloco": {"H": 3}, "mt-dao": {"H": 3}}
 STORES = ("file", "moto", "rclone")
 LIMIT = 300.0  # seconds without any progress that are a failure
-ZERO = ("two_hashes", "fresh", "invalid", "lost", "twice")
+OUTAGES = {"kill all": "file", "wire": "moto", "server": "moto", "server and keeper": "rclone"}  # and where
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,11 @@ class Storm:
     Attributes:
         algorithm: of `thinwire train`.
         store: "file", "moto" or "rclone".
-        events: how often somebody is killed or frozen; 0 measures the requests of an undisturbed run.
+        events: how often something happens; 0 measures the requests of an undisturbed run in which all are waited for.
         workers: real processes.
         seed: of the moments, the victims and what happens to them.
+        outage: what happens, one of `OUTAGES`; anything where it is empty.
+        step: seconds of sleep in every local step: with none, rounds are shorter than requests, and few workers keep up.
     """
 
     algorithm: str
@@ -59,6 +63,8 @@ class Storm:
     events: int = 26
     workers: int = 3
     seed: int = 0
+    outage: str = ""
+    step: float = 0.05
 
 
 def run_storm(storm: Storm, folder: Path) -> dict[str, Any]:
@@ -70,6 +76,8 @@ def run_storm(storm: Storm, folder: Path) -> dict[str, Any]:
             workers.wait_for_rounds(chance.randint(1, 6))
             time.sleep(chance.uniform(0, 0.2))  # a moment of a step, a request or a replay
             done[workers.disturb(chance)] += 1
+            if storm.outage:
+                workers.wait_until_all_counted()
         workers.wait_for_rounds(5 if storm.events else 50)
         workers.end()
     return {**asdict(storm), "done": dict(done), **count(folder, storm.workers)}
@@ -112,10 +120,7 @@ class _Workers:
         )
         # Without locks: a worker that is killed would hold them for good.
         self._round, self._stop = self._context.Value("i", 0, lock=False), self._context.Value("i", 0, lock=False)
-        self._setup = self._context.Process(target=_create, args=(storm, folder, place.url, place.environment))
-        self._setup.start()
-        self._setup.join(LIMIT)
-        assert self._setup.exitcode == 0, "the run could not be made"
+        self._call(_create, storm)
         self.processes = [self._start(id) for id in range(storm.workers)]
 
     def __enter__(self) -> _Workers:
@@ -125,6 +130,13 @@ class _Workers:
         for process in self.processes:
             process.kill()
             process.join()
+
+    def _call(self, function: Any, *arguments: Any) -> None:
+        """Let a process of its own do something with the store: its client does not survive a fork."""
+        process = self._context.Process(target=function, args=(*arguments, self.folder, self.place.url, self.place.environment))
+        process.start()
+        process.join(LIMIT)
+        assert process.exitcode == 0, f"{function.__name__} ended with {process.exitcode}"
 
     def _start(self, id: int) -> Any:
         arguments = (id, self.storm, self.folder, self.place.url, self.place.environment, self._round, self._stop)
@@ -140,6 +152,15 @@ class _Workers:
             self._check(deadline, f"round {target}")
             time.sleep(0.01)
 
+    def wait_until_all_counted(self) -> None:
+        """Wait until every worker has been counted in a round after the newest one of now."""
+        now, missing, deadline = self._round.value, set(range(self.storm.workers)), time.monotonic() + LIMIT
+        while missing:
+            missing -= {id for id in missing if max(rounds_of(self.folder, id), default=0) > now}
+            self._check_lives()
+            self._check(deadline, f"a round after {now} that counts workers {sorted(missing)}")
+            time.sleep(0.1)
+
     def _check_lives(self) -> None:
         """A worker that gave up by itself is a failure; one that was killed has been started again already."""
         for id, process in enumerate(self.processes):
@@ -150,7 +171,7 @@ class _Workers:
     def disturb(self, chance: random.Random) -> str:
         """Do something to somebody; what it was."""
         kinds = ["kill"] * 6 + ["freeze"] * 3 + ["kill all"] + (["server"] * 2 + ["wire"] * 2 if self.place.server else [])
-        kind, victim = chance.choice(kinds), chance.randrange(self.storm.workers)
+        kind, victim = self.storm.outage or chance.choice(kinds), chance.randrange(self.storm.workers)
         seconds = chance.uniform(0.2, 3)
         if kind == "kill":
             self._kill([victim], chance.uniform(0, 1.5))
@@ -160,6 +181,9 @@ class _Workers:
             self._pause(self.processes[victim].pid, seconds)
         elif kind == "server":
             self._disturb_server(seconds)
+        elif kind == "server and keeper":
+            self._disturb_server(seconds)
+            self._kill([0], seconds)
         else:
             assert self.place.proxy is not None
             self.place.proxy.mode = chance.choice(("reset", "lose", "delay"))
@@ -197,6 +221,7 @@ class _Workers:
             self._check(deadline, "the end")
             time.sleep(0.02)
         self._check_lives()
+        self._call(_keep_manifests)
 
     def _check(self, deadline: float, what: str) -> None:
         if time.monotonic() > deadline:
@@ -234,6 +259,11 @@ def _create(storm: Storm, folder: Path, url: str, environment: dict[str, str]) -
     create_run(ObjectStore(url, conditional=keeper is None), owner, [key.public for key in keys], keeper=keeper)
 
 
+def _keep_manifests(folder: Path, url: str, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    keep_manifests(url, folder / "0.key", folder)
+
+
 def _worker(id: int, storm: Storm, folder: Path, url: str, environment: dict[str, str], round: Any, stop: Any) -> None:
     """One life of one worker."""
     import logging
@@ -250,19 +280,23 @@ def _worker(id: int, storm: Storm, folder: Path, url: str, environment: dict[str
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
     begun, chance = round.value, random.Random(f"{storm.seed} {id} {time.time_ns()}")
-    link = thinwire.join(url, key=folder / f"{id}.key", first_wait=2.0, poll=0.01, checkpoint_every=8, timeout=LIMIT)
+    hurry = {"first_wait": 2.0, "poll": 0.01}  # so that many are left out
+    waits: dict[str, Any] = {"patience": 100.0} if not storm.events else {"first_wait": 2.0} if storm.outage else hurry
+    link = thinwire.join(url, key=folder / f"{id}.key", checkpoint_every=8, timeout=LIMIT, **waits)
     trainer = ElasticTrainer(_config(storm), link)
-    with _Diary(folder / f"worker{id}.jsonl", trainer, round) as diary:
-        trainer.optimizer.join()
-        diary.write({"event": "joined", "begun": begun, "round": link.place.number, "step": trainer.step})
-        while not stop.value and not link.ended:
-            if chance.random() < 0.01:
-                _poison(trainer)
-            trainer.one_step()
-        trainer.optimizer.finish()
-        engine = trainer.optimizer.engine.elastic
-        assert engine is not None, "the link is elastic"
-        diary.write({"event": "ended", "round": link.place.number, "ledger": engine.ledger.to_json()})
+    diary = Diary(folder / f"worker{id}.jsonl", trainer, round)
+    trainer.optimizer.join()
+    diary.write({"event": "joined", "begun": begun, "round": link.place.number, "step": trainer.step})
+    while not stop.value and not link.ended:
+        if storm.events and chance.random() < 0.01:
+            _poison(trainer)
+        diary.step()
+        time.sleep(storm.step)
+        trainer.one_step()
+    trainer.optimizer.finish()
+    engine = trainer.optimizer.engine.elastic
+    assert engine is not None, "the link is elastic"
+    diary.write({"event": "ended", "round": link.place.number, "ledger": engine.ledger.to_json()})
 
 
 def _poison(trainer: Any) -> None:
@@ -271,107 +305,27 @@ def _poison(trainer: Any) -> None:
     handle = p.register_hook(lambda grad: (handle.remove(), grad * math.nan)[1])
 
 
-class _Diary:
-    """Writes down what a worker has after every round that it applies."""
-
-    def __init__(self, path: Path, trainer: Any, round: Any):
-        self._file, self._trainer, self._round = path.open("a", buffering=1), trainer, round
-        self._take = trainer.optimizer.engine.take
-        self._requests = Counter[str]()
-
-    def __enter__(self) -> _Diary:
-        self._trainer.optimizer.engine.take = self._watched
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-
-    def _watched(self, decided: Any, exchange: Any) -> bool:
-        from thinwire.core.hashing import hash_tensors
-        from thinwire.payload import all_finite
-
-        optimizer, link = self._trainer.optimizer, self._trainer.link.link
-        before = optimizer.engine.ledger.to_json()
-        included = self._take(decided, exchange)
-        number = decided.manifest.number
-        if link.place.number != number + 1:  # it took a checkpoint instead
-            return included
-        state = [t for tensors in optimizer.replicated_state().values() for t in tensors]
-        requests = Counter(link.store.requests)
-        self.write(
-            {
-                "round": number,
-                "hash": hash_tensors(state),
-                "finite": all_finite(state),
-                "counted": sorted(decided.manifest.counted),
-                "blocks": sorted(b for who in decided.manifest.counted for b in before["held"].get(str(who), [])),
-                "mine": decided.mine,
-                "requests": dict(requests - self._requests),
-            }
-        )
-        self._requests = requests
-        self._round.value = max(self._round.value, number)
-        return included
-
-
-# --- What is counted -----------------------------------------------------------------------------------------------------
-
-
-def count(folder: Path, workers: int) -> dict[str, Any]:
-    """Read the diaries of all workers."""
-    lines = [_lines(folder / f"worker{id}.jsonl") for id in range(workers)]
-    rounds: dict[int, list[dict[str, Any]]] = {}
-    for line in (line for worker in lines for line in worker if "hash" in line):
-        rounds.setdefault(line["round"], []).append(line)
-    joined = [line for worker in lines for line in worker if line.get("event") == "joined"]
-    ended = [line for worker in lines for line in worker if line.get("event") == "ended"]
-    done = Counter(block for lines in rounds.values() for block in lines[0]["blocks"])
-    ledger = max(ended, key=lambda line: line["round"])["ledger"]
-    open_ = [*ledger["debt"], *(block for held in ledger["held"].values() for block in held)]
-    # A round may be in no diary: whoever applied it was killed before writing it down, and the others took a later checkpoint.
-    unseen = ledger["done"] - sum(done.values())
-    alone = [line for worker in lines for line in worker if line.get("mine")]
-    return {
-        "rounds": len(rounds),
-        "starts": len(joined),
-        "two_hashes": sum(len({line["hash"] for line in lines}) > 1 for lines in rounds.values()),
-        "fresh": sum(line["round"] < line["begun"] for line in joined),
-        "invalid": sum(not all(line["finite"] for line in lines) for lines in rounds.values()),
-        "lost": len(set(range(ledger["cursor"])) - {*done, *open_}) - unseen,
-        "twice": sum((done + Counter(open_)).values()) - len({*done, *open_}),
-        "unseen": unseen,
-        "counted": round(sum(len(lines[0]["counted"]) for lines in rounds.values()) / max(1, len(rounds)), 2),
-        "requests": {
-            kind: round(sum(line["requests"].get(kind, 0) for line in alone) / max(1, len(alone)), 2)
-            for kind in ("PUT", "GET", "LIST")
-        },
-    }
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """What a diary has; a line that a kill cut short is dropped."""
-    found = []
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return found
-
-
-def main(events: int = 208, seed: int = 0, methods: tuple[str, ...] = tuple(METHODS), stores: tuple[str, ...] = STORES) -> None:
-    """Storm over all methods and stores until there were this many events.
+def main(
+    events: int = 208,
+    seed: int = 0,
+    methods: tuple[str, ...] = tuple(METHODS),
+    stores: tuple[str, ...] = STORES,
+    outages: int = 20,
+) -> None:
+    """Storm over all methods and stores until there were this many events, then outages.
 
     Args:
         events: in all.
         seed: of the moments and victims; another seed is another storm.
         methods: which.
         stores: which.
+        outages: of each kind, in all.
     """
-    each = -(-events // (len(methods) * len(stores)))
-    storms = [Storm(name, store, events=each, seed=seed) for store in stores for name in methods]
+    each, more = -(-events // (len(methods) * len(stores))), -(-outages // len(methods))
+    storms = [Storm(name, store, events=each, seed=seed) for store in stores for name in methods if events]
     storms += [Storm("diloco", store, events=0, workers=4, seed=seed) for store in stores]
+    kinds = [(outage, store) for outage, store in OUTAGES.items() if store in stores and outages]
+    storms += [Storm(name, store, events=more, seed=seed, outage=outage) for outage, store in kinds for name in methods]
     path = record.RECORDS / f"{NAME}.jsonl"
     known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     done = {json.dumps({k: row[k] for k in asdict(storms[0])}): row for row in known}
@@ -383,13 +337,16 @@ def main(events: int = 208, seed: int = 0, methods: tuple[str, ...] = tuple(METH
                 row = run_storm(storm, Path(folder))
             record.append(NAME, row)
         failed |= any(row[name] for name in ZERO)
-        verdict = ", ".join(f"{name} {row[name]}" for name in ZERO)
-        what = (
-            f"{row['algorithm']:17} {row['store']:6} {row['workers']} workers {row['events']:3} events {row['rounds']:4} rounds"
-        )
-        print(f"{what}  {verdict}  requests {row['requests']}", flush=True)
+        _show(row)
     if failed:
         raise SystemExit(1)
+
+
+def _show(row: dict[str, Any]) -> None:
+    what = f"{row['algorithm']:17} {row['store']:6} {row['outage'] or 'storm':17} {row['events']:3} events"
+    verdict = ", ".join(f"{name} {row[name]}" for name in ZERO)
+    counted = f"{row['counted']} of {row['workers']} counted"
+    print(f"{what} {row['rounds']:4} rounds  {verdict}  {counted}, requests {row['requests']}", flush=True)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class Target:
     def message(self, **changes: Any) -> bytes:
         """A message of worker 1."""
         link = self.links[1]
-        told = Message(0, 1, link.place.chain, 0, last=False, kept=False, body=b"what a worker says" * 8)
+        told = Message(0, 1, link.place.chain, 0, last=False, kept=False, blocks=1, body=b"what a worker says" * 8)
         return seal_message(link.signer, replace(told, **changes))
 
     def manifest(self, **changes: Any) -> bytes:
@@ -221,6 +221,7 @@ def _changed_header(chance: random.Random) -> dict[str, Any]:
         "sender": (0, 2, 77, 2**40),
         "chain": (bytes(31) + b"x",),
         "step": (2**62, 2**63, 5),
+        "blocks": (0, 7, 2**32 - 1),
         "body": (b"", bytes(LONGEST), bytes(LONGEST + 1)),
     }
     return {name: chance.choice(values) for name, values in odd.items() if chance.random() < 0.4}

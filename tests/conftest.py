@@ -3,6 +3,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -52,6 +53,20 @@ def network() -> Iterator[None]:
     with Path(tempfile.gettempdir(), "thinwire-tests-network.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 64 kB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small file system cannot be mounted here (needs root): {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
 
 
 @pytest.fixture(autouse=True)

@@ -39,7 +39,8 @@ class Notes:
         workers: who has seen a round, at its end or in passing.
         results: parameters at the end, of workers that reached it.
         counted: rounds in which each worker was counted.
-        blocks: (blocks issued, blocks counted) as each worker's ledger has them.
+        ledgers: of each worker, at the end.
+        deadlines: seconds after which a round was closed without those who were late, as each worker had it at the end.
         world: the simulator.
     """
 
@@ -48,6 +49,7 @@ class Notes:
     results: list[list[Tensor] | None] = field(default_factory=list)
     counted: dict[int, set[int]] = field(default_factory=dict)
     ledgers: list[dict] = field(default_factory=list)
+    deadlines: list[float] = field(default_factory=list)
     world: World | None = None
 
 
@@ -71,6 +73,7 @@ def train_elastic(name: str, churn: Churn, *, steps: int, size: int = 3, step_ti
             opt.zero_grad()
         opt.finish()
         notes.ledgers.append(opt.engine.ledger.to_json())
+        notes.deadlines.append(max(link.waits.deadline(), link.waits.long_round()))
         with opt.shared_model():
             return snapshot(model)
 

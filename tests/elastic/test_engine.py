@@ -12,6 +12,7 @@ import torch
 import thinwire
 from tests.conformance.elastic import replicated, train_elastic
 from tests.conformance.training import H, assert_same, backward, build, model_of
+from tests.tiers import first_quick
 from thinwire import SoloLink, World
 from thinwire.core import transfer
 from thinwire.core.counted import SLICES, slice_hash
@@ -326,3 +327,15 @@ def test_two_healthy_workers_do_not_shut_each_other_out() -> None:
     notes = train_elastic("diloco", churn, steps=30 * H, size=2)
     rounds = max(notes.states)
     assert min(len(notes.counted[0]), len(notes.counted[1])) >= 0.8 * rounds
+
+
+@pytest.mark.parametrize("name", first_quick(["diloco", "decoupled-diloco", "mt-dao"]))
+def test_a_worker_five_times_slower_than_the_deadline_counts_in_a_tenth_of_the_rounds(name: str) -> None:
+    """Nobody is left out before one and a half usual rounds are over: its steps take 7.5 times as long, and a little more."""
+    churn = Churn(link={"first_wait": 0.2, "checkpoint_every": 8})
+    notes = train_elastic(name, churn, steps=24 * H, step_time=[0.1, 0.1, 0.8])
+    deadline = max(notes.deadlines)
+    assert 5 * deadline <= H * 0.8, "it is as slow as that"
+    rounds = max(notes.states)
+    assert len(notes.counted[0]) >= 0.9 * rounds, "the others do not wait for it"
+    assert 10 * len(notes.counted[2]) >= rounds

@@ -297,7 +297,7 @@ def test_settings_are_checked() -> None:
 
 def test_a_message_verifies_only_as_what_it_is() -> None:
     chain, signer = bytes(range(32)), Unsigned(3)
-    told = Message(5, 3, chain, 20, True, True, b"12345678")
+    told = Message(5, 3, chain, 20, True, True, 2, b"12345678")
     raw = seal_message(signer, told)
     assert open_message(signer, raw, number=5, sender=3, chain=chain) == told
     flipped = [raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :] for at in range(len(raw))]

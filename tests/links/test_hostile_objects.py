@@ -54,7 +54,8 @@ def _as(link: ElasticLink, key: object = STRANGER, id: int = 2) -> ElasticLink:
 
 
 def _message(link: ElasticLink, text: bytes = b"poison", **changes: object) -> bytes:
-    message = Message(link.place.number, link.rank, link.place.chain, link.terms.step, last=False, kept=False, body=text)
+    place = link.place
+    message = Message(place.number, link.rank, place.chain, link.terms.step, last=False, kept=False, blocks=1, body=text)
     return seal_message(link.signer, replace(message, **changes))
 
 
@@ -195,6 +196,21 @@ def test_a_twin_with_the_same_key_is_found() -> None:
             two.next_round() if number else None
             exchange(one, b"one")
             exchange(two, b"two")
+
+
+def test_a_twin_is_found_also_where_the_two_are_first_in_turns() -> None:
+    store = MemoryStore()
+    run = make_run(store, 1)
+    one = link_of(store, run, 0)
+    found(one)
+    two = link_of(store, run, 0)
+    while two.place.number < one.place.number:
+        assert two.next_round() is not None
+    with pytest.raises(LinkError, match="another process has the same key"):  # noqa: PT012
+        for _ in range(10):
+            for first, second in ((one, two), (two, one)):
+                exchange(first, b"one")
+                exchange(second, b"two")
 
 
 def test_a_worker_that_is_added_while_the_run_goes_on_takes_part() -> None:

@@ -256,3 +256,16 @@ def test_a_full_disk_is_waited_for_and_then_named(tmp_path: Path, monkeypatch: p
     assert store.errors >= 2
     monkeypatch.undo()
     assert store.create("a", b"1"), "there is room again"
+
+
+def test_a_real_disk_that_is_full_is_waited_for_and_shows_nobody_half_an_object(small_disk: Path) -> None:
+    store = ObjectStore(f"file://{small_disk}/run")
+    assert store.create("x/0/0", bytes(40_000))
+    done: list[bool] = []
+    thread = threading.Thread(target=lambda: done.append(store.create("x/0/1", b"1" * 40_000)))
+    thread.start()
+    until(lambda: store.errors >= 2, "the disk is full")
+    assert store.list("x/0/") == {"0": 40_000} and not done
+    store.delete(["x/0/0"])
+    thread.join(LIMIT)
+    assert done == [True] and store.get("x/0/1", most=40_000) == b"1" * 40_000

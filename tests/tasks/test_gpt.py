@@ -11,7 +11,8 @@ TINY = GPTConfig(vocab=11, context=8, layers=2, width=16, heads=2)
 
 
 @pytest.mark.parametrize(
-    ("size", "millions"), [("micro", 0.4266), ("nano", 0.820), ("small", 3.213), ("medium", 10.721), ("124m", 123.55)]
+    ("size", "millions"),
+    [("pico", 0.1150), ("micro", 0.4266), ("nano", 0.820), ("small", 3.213), ("medium", 10.721), ("124m", 123.55)],
 )
 def test_parameter_counts(size: str, millions: float):
     config = SIZES[size]

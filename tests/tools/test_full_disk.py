@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,20 +24,6 @@ SETTINGS += ["--workers", "2", "--checkpoint-every", "20"]
 def _train(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "thinwire", "train", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 64 kB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"a small file system cannot be mounted here (needs root): {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
 
 
 @pytest.mark.slow

@@ -150,6 +150,30 @@ def test_a_worker_that_is_stopped_by_ctrl_c_comes_back_and_both_end_with_one_mod
 
 
 @pytest.mark.slow
+def test_of_two_processes_with_one_key_one_ends_and_the_other_trains_on(thinwire: Command, tmp_path: Path) -> None:
+    url = make_run(thinwire, tmp_path, "--algorithm", "diloco", "--H", "5", "--steps", "100000")
+    twins = [
+        start("-m", "thinwire", "train", "--join", url, "--key", "0.key", "--out", f"twin{n}", log=tmp_path / f"{n}.log")
+        for n in range(2)
+    ]
+    try:
+        until(lambda: any(twin.poll() is not None for twin in twins), "one of them ends")
+        gone = next(n for n, twin in enumerate(twins) if twin.poll() is not None)
+        assert "another process has the same key" in (tmp_path / f"{gone}.log").read_text().replace("\n", " ")
+        at = number_of_rounds(tmp_path / "run")
+        until(lambda: number_of_rounds(tmp_path / "run") > at + 5, "the other trains on")
+        assert twins[1 - gone].poll() is None
+    finally:
+        for twin in twins:
+            twin.kill()
+            twin.wait()
+
+
+def number_of_rounds(run: Path) -> int:
+    return len(list((run / "x").iterdir()))
+
+
+@pytest.mark.slow
 def test_the_example_with_a_loop_of_ones_own(thinwire: Command, tmp_path: Path) -> None:
     url = make_run(thinwire, tmp_path, "--own-loop", workers=2)
     script = str(Path(__file__).parents[2] / "examples" / "elastic.py")

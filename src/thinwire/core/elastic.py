@@ -51,6 +51,7 @@ class ElasticEngine(RoundEngine):
     Attributes:
         ledger: which worker trains on what.
         carrying: whether this worker has done something that no round has counted yet.
+        worked_on: the last block that this worker has taken a step on, and that no round has counted yet.
     """
 
     def __init__(self, optimizer: Algorithm, policy: Policy, tau: int):
@@ -60,6 +61,7 @@ class ElasticEngine(RoundEngine):
         _check_supported(optimizer, tau)
         super().__init__(optimizer, policy, tau)
         self.link, self.ledger, self.joined, self.carrying = link, Ledger(), False, False
+        self.worked_on: int | None = None
         self.rates, self.history = Rates(optimizer), History(self)
         self._invalid_in_row = self._reloads = self._left_out = 0
 
@@ -112,7 +114,7 @@ class ElasticEngine(RoundEngine):
     def advance(self) -> None:
         """After a step: a round, where one is due."""
         opt = self.opt
-        self.carrying = True
+        self.carrying, self.worked_on = True, self.block
         if due := opt.schedule.due(opt.steps):
             counted = self._round(opt.steps, due, opt.send)
             self._left_out = 0 if counted else self._left_out + 1
@@ -127,10 +129,11 @@ class ElasticEngine(RoundEngine):
             return
         counted = False
         for _ in range(_RESENDS):
-            if not counted and not self.link.ended:
+            if not counted and not self.link.ended and self._still_mine():
                 counted = self._send_kept()
         self._left_out = 0 if counted else self._left_out
         if not counted and not self.link.ended and (self.opt.carried() is None or self.block is None):
+            self.worked_on = None
             self.history.enter()  # with nothing: what it has trained on is issued again
 
     def finish(self) -> None:
@@ -141,9 +144,8 @@ class ElasticEngine(RoundEngine):
         if self.carrying and "param" not in self.opt.replicated:
             counted = self._round(self.opt.steps, everything, self.opt.send, last=True)
             for _ in range(_RESENDS):
-                if counted or self.link.ended:
+                if counted or self.link.ended or not self._still_mine():
                     break
-                self.follow()
                 counted = self._round(self.opt.steps, everything, self._kept, last=True, kept=True)
         if not self.link.ended:
             self.link.say("end")
@@ -152,9 +154,15 @@ class ElasticEngine(RoundEngine):
     def settle_missing(self) -> None:
         """Nothing: a message that cannot be read is left out by all."""
 
-    def _send_kept(self) -> bool:
-        """Follow to the newest round, and send there at once what was left out; whether nothing is left to send."""
+    def _still_mine(self) -> bool:
+        """Follow to the newest round; whether what was left out is still this worker's to send, and not another's by now."""
         self.follow()
+        if self.block is None and self.worked_on is not None:
+            self.history.forget()
+        return self.block is not None
+
+    def _send_kept(self) -> bool:
+        """Send at once, in the newest round, what was left out; whether nothing is left to send."""
         if self.opt.carried() is None:
             return False
         if not self.carrying:
@@ -179,6 +187,7 @@ class ElasticEngine(RoundEngine):
         flight = InFlight(self.link.place.number, step, due, which, last, opt.link.peers())
         self.begin(flight)
         self.link.terms, self.link.kept = self._terms(step, last=last), kept
+        self.link.blocks = self.ledger.up_to(self.link.rank, self.worked_on)
         out = make()
         if self._mark_invalid(flight.number, again=False):
             out = replace(out, invalid=True)
@@ -231,15 +240,16 @@ class ElasticEngine(RoundEngine):
         terms, flight = manifest.terms, self.current
         opt.set_counter("thinwire_round", manifest.number)
         opt.set_counter("thinwire_step", terms.step)
-        self.ledger.settle(counted=manifest.counted, hello=manifest.hello, bye=manifest.bye, expected=manifest.expected)
         due, which = self._which(terms.step, last=terms.last)
         if not manifest.counted or not which:
+            self._settle(decided, Verdict())
             return False
         if exchange is None or (flight.step, flight.last) != (terms.step, terms.last):
             flight = InFlight(manifest.number, terms.step, due, which, terms.last, opt.link.peers())
             self.begin(flight)
             exchange = self._exchange(flight, opt.send(), read_only=True)
         verdict = exchange.judge(decided.messages)
+        self._settle(decided, verdict)
         for sender, why in verdict.left_out.items():
             log.warning("round %d: worker %d is left out: %s", manifest.number, sender, why)
         if self._diverged(manifest, verdict, exchange.state_hash):
@@ -249,6 +259,15 @@ class ElasticEngine(RoundEngine):
             opt.watch.tell(opt)
         self.history.write_in_turn(manifest, mine=decided.mine)
         return included
+
+    def _settle(self, decided: Decided, verdict: Verdict) -> None:
+        """Book what is applied as counted, and what gave NaN or Inf, which is not tried again; the rest is still to be sent."""
+        manifest = decided.manifest
+        applied = set(decided.blocks) - set(verdict.left_out) if verdict.arrived is not None else set()
+        counted = {who: decided.blocks[who] for who in applied | (verdict.invalid & set(decided.blocks))}
+        self.ledger.settle(counted=counted, hello=manifest.hello, bye=manifest.bye, expected=manifest.expected)
+        if decided.mine and self.link.rank in counted:
+            self.worked_on = None
 
     def _apply_verdict(self, flight: InFlight, verdict: Verdict, decided: Decided) -> bool:
         opt = self.opt

@@ -68,17 +68,26 @@ class History:
                     break
                 if before is not None and place.number >= before:
                     continue
-                transfer.unpack(self.opt, state)
+                self._begin_with(state)
                 self.link.start_over(place)
                 self.engine.ledger, self._began_at = ledger, place.number
                 self.link.waits.took([float(seconds) for seconds in extra["periods"]])
             except (CheckpointError, KeyError, TypeError, ValueError) as error:
                 log.warning("a checkpoint is passed over: %s", error)
                 continue
-            self.opt.handshake_done, self.engine.carrying = self.engine.joined, False
             return
         if needed:
             raise LinkError(f"worker {self.link.rank} needs a checkpoint of the run to go on from, and there is none")
+
+    def _begin_with(self, state: bytes) -> None:
+        """Take over what all have in common; what is this worker's own begins at zero."""
+        transfer.unpack(self.opt, state)
+        self.opt.handshake_done, self.engine.carrying, self.engine.worked_on = self.engine.joined, False, None
+
+    def forget(self) -> None:
+        """Drop what is this worker's own, like one that has just come: others train by now on what it was made of."""
+        log.warning("worker %d was away for so long that its blocks were issued again: it drops what it kept", self.link.rank)
+        self._begin_with(transfer.pack(self.opt, {}))
 
     def save(self) -> None:
         """Write a checkpoint of the replicated state after the round before."""

@@ -2,7 +2,7 @@
 
 A *block* is what one worker trains on between two rounds: a batch is a function of (seed, block, step within the block). After
 every round each worker that is expected in the next one takes the next block. What was counted is done; the blocks of a worker
-that is gone are issued again, before new ones.
+that is gone, or that it was given and has not begun when a message of it is counted, are issued again, before new ones.
 """
 
 from __future__ import annotations
@@ -35,17 +35,21 @@ class Ledger:
         self.missing: dict[int, int] = {}
 
     def settle(
-        self, *, counted: Collection[int], hello: Collection[int], bye: Collection[int], expected: Sequence[int]
+        self, *, counted: Mapping[int, int], hello: Collection[int], bye: Collection[int], expected: Sequence[int]
     ) -> list[int]:
         """Book a round; returns the blocks that were counted in it.
 
         Args:
-            counted: ids of the workers whose messages the manifest counts.
+            counted: ids of the workers whose messages count, and how many of the blocks that they hold are in them.
             hello: of those who came: whatever they held is not in the model, and will not be.
             bye: of those who left.
             expected: of those who are expected in the next round, in order.
         """
-        done = [block for who in sorted(counted) for block in self.held.pop(who, [])]
+        done: list[int] = []
+        for who in sorted(counted):
+            held = self.held.pop(who, [])
+            done += held[: counted[who]]
+            self.debt += held[counted[who] :]
         for who in sorted({*hello, *bye}):
             self.debt += self.held.pop(who, [])
         self.missing = {who: self.missing.get(who, 0) + 1 for who in sorted(self.held) if who not in expected}
@@ -67,6 +71,11 @@ class Ledger:
     def block_of(self, who: int) -> int | None:
         """What a worker trains on until the next round; None where it has nothing."""
         return self.held[who][-1] if self.held.get(who) else None
+
+    def up_to(self, who: int, block: int | None) -> int:
+        """How many of the blocks that a worker holds it has worked on, if `block` was the last one; 0 if it was none."""
+        held = self.held.get(who, [])
+        return held.index(block) + 1 if block in held else 0
 
     # --- As part of a checkpoint ------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from thinwire.errors import ConfigError, LinkError, WireError, check_not_negative, check_whole_number
@@ -31,7 +31,7 @@ from thinwire.payload import Payload
 log = logging.getLogger("thinwire")
 
 _MOST_UNSOUND = 8  # manifests of one round that are passed over
-_MOST_TWINS = 3  # rounds in a row in which this worker's message was there before it sent one
+_MOST_TWINS = 3  # rounds in which this worker's message was there before it sent one: a former life's, at most
 
 
 class RoundGone(LinkError):
@@ -54,11 +54,13 @@ class Decided:
     Attributes:
         manifest: what it was.
         messages: that it counts and that are what they should be, in the order of their senders' ids.
+        blocks: how many of its blocks each of them says that its sender has worked on.
         mine: whether this worker's own is among them; not where it was a former life's.
     """
 
     manifest: Manifest
     messages: tuple[Payload, ...]
+    blocks: Mapping[int, int]
     mine: bool
 
 
@@ -125,13 +127,11 @@ class ElasticLink(Link):
         self.start_over(Place(0, NO_CHAIN, (), 0, self.roster.first))
         if signer.id not in self.roster.members(self.roster.newest(self.roster.first)):
             raise ConfigError(f"worker {signer.id} is not in the roster, which has {', '.join(map(str, self.members))}")
-        self.terms = Terms(0)
+        self.terms, self.ended, self._twins = Terms(0), False, 0
         self.longest = 1 << 16  # bytes of a message, which the engine knows
-        self.kept = False  # whether the next message says what was left out before
-        self.ended = False
+        self.kept, self.blocks = False, 0  # of the next message: see `Message`
         self.decided: Decided | None = None  # the round before
         self._left_out: tuple[int, ...] = ()
-        self._twins = 0
         self._work_done = 0.0  # seconds until most had done their work of the round at hand
 
     def start_over(self, place: Place) -> None:
@@ -183,9 +183,12 @@ class ElasticLink(Link):
         place, terms, posted = self.place, self.terms, False
         if self.rank not in self.members:
             raise LinkError(f"worker {self.rank} is no longer in the roster of this run, and can only read along")
-        late = 0 < self.waits.long_round() < self.now() - self._since
-        if not late or self._manifest() is None:
-            message = Message(place.number, self.rank, place.chain, terms.step, terms.last, self.kept, payload.to_bytes())
+        found = self._manifest() if 0 < self.waits.long_round() < self.now() - self._since else None  # it is late
+        if found is not None and self.rank in found[0].counted:
+            self._meet_twin()
+        if found is None:
+            told = (place.number, self.rank, place.chain, terms.step, terms.last, self.kept, self.blocks)
+            message = Message(*told, payload.to_bytes())
             posted = self._send(seal_message(self.signer, message), message)
         return _ElasticTicket(self, payload, posted)
 
@@ -193,16 +196,19 @@ class ElasticLink(Link):
         """Write a message; False where one of this worker is there already, which then stands."""
         if self.store.create(self.place.key(str(self.rank)), raw):
             self._view.add(message, raw)
-            self._twins = 0
             return True
+        self._meet_twin()
+        return False
+
+    def _meet_twin(self) -> None:
+        """A message of this worker is there that it has not sent."""
         self._twins += 1
         log.warning("round %d: a message of worker %d is there already, and stands", self.place.number, self.rank)
         if self._twins > _MOST_TWINS:
             raise LinkError(
-                f"worker {self.rank}: in {self._twins} rounds in a row its message was there before it was sent: another "
+                f"worker {self.rank}: in {self._twins} rounds its message was there before it was sent: another "
                 "process has the same key, or somebody else writes to its place in the store"
             )
-        return False
 
     def next_round(self) -> Decided | None:
         """The round at hand, where its manifest is there already; nothing is waited for."""
@@ -344,7 +350,7 @@ class ElasticLink(Link):
         sound = [m for m in messages if m is not None and (m.step, m.last) == (terms.step, terms.last)]
         payloads = tuple(as_payload(m, like) for m in sound)
         mine = posted and self._view.digests.get(self.rank) == manifest.counted.get(self.rank, "")
-        decided = Decided(manifest, payloads, mine)
+        decided = Decided(manifest, payloads, {m.sender: m.blocks for m in sound}, mine)
         left = set(self.place.expected) - set(manifest.counted) - set(manifest.bye)
         self._left_out = tuple(sorted(left))
         self.waits.took([manifest.seconds] if manifest.counted else [])

@@ -17,7 +17,7 @@ from thinwire.payload import Payload
 
 _MAGIC = b"THNE"
 _VERSION = 1
-_HEADER = struct.Struct("<4sBBQQ32sQQ")  # magic, version, flags, round, sender, chain, step, length
+_HEADER = struct.Struct("<4sBBQQ32sQIQ")  # magic, version, flags, round, sender, chain, step, blocks, length
 MESSAGE_NBYTES = _HEADER.size
 _LAST, _KEPT = 1, 2
 
@@ -33,6 +33,7 @@ class Message:
         step: the run's counted step at which its sender says that the round takes place.
         last: whether it is the round of `finish()`.
         kept: whether it says what was left out of an earlier round, with no steps since.
+        blocks: of those that its sender holds by the books of the run, how many it has worked on: the first ones.
         body: what it says.
     """
 
@@ -42,13 +43,14 @@ class Message:
     step: int
     last: bool
     kept: bool
+    blocks: int
     body: bytes
 
 
 def seal_message(signer: Signer, message: Message) -> bytes:
     """The bytes of a message, signed."""
     flags = _LAST * message.last | _KEPT * message.kept
-    told = (message.number, message.sender, message.chain, message.step, len(message.body))
+    told = (message.number, message.sender, message.chain, message.step, message.blocks, len(message.body))
     raw = _HEADER.pack(_MAGIC, _VERSION, flags, *told) + message.body
     return raw + signer.sign(_context("message") + raw)
 
@@ -58,7 +60,7 @@ def open_message(signer: Signer, raw: bytes, *, number: int, sender: int, chain:
     room = MESSAGE_NBYTES + signer.nbytes
     if len(raw) < room:
         raise WireError(f"{len(raw)} bytes, where a message has at least {room}", rank=sender)
-    magic, version, flags, n, who, told_chain, step, length = _HEADER.unpack_from(raw)
+    magic, version, flags, n, who, told_chain, step, blocks, length = _HEADER.unpack_from(raw)
     told, signature = raw[: len(raw) - signer.nbytes], raw[len(raw) - signer.nbytes :]
     if magic != _MAGIC or version != _VERSION or flags & ~(_LAST | _KEPT):
         raise WireError(f"not a message of version {_VERSION}", rank=sender)
@@ -72,7 +74,7 @@ def open_message(signer: Signer, raw: bytes, *, number: int, sender: int, chain:
         raise WireError(f"step {step}, which cannot be", rank=sender)
     if not signer.verify(sender, _context("message") + told, signature):
         raise WireError("its signature is wrong", rank=sender)
-    return Message(n, who, told_chain, step, bool(flags & _LAST), bool(flags & _KEPT), told[MESSAGE_NBYTES:])
+    return Message(n, who, told_chain, step, bool(flags & _LAST), bool(flags & _KEPT), blocks, told[MESSAGE_NBYTES:])
 
 
 def seal_text(signer: Signer, kind: str, chain: bytes, text: bytes = b"") -> bytes:

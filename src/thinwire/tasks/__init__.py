@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["TASKS", "check_name", "make_task"]
 
 TASKS: dict[str, str] = {
+    "gpt-pico": "GPT of 0.1M parameters on bytes of text; needs no download",
     "gpt-micro": "GPT of 0.4M parameters on bytes of text; needs no download",
     "gpt-nano": "GPT of 0.8M parameters on bytes of text; needs no download",
     "gpt-small": "GPT of 3M parameters on bytes of text; needs no download",

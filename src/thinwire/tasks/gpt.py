@@ -46,6 +46,7 @@ class GPTConfig:
 
 
 SIZES: dict[str, GPTConfig] = {
+    "pico": GPTConfig(layers=2, width=64, heads=2, context=64),  # 0.1M
     "micro": GPTConfig(layers=2, width=128, heads=4, context=128),  # 0.4M
     "nano": GPTConfig(layers=4, width=128, heads=4, context=128),  # 0.8M
     "small": GPTConfig(layers=4, width=256, heads=4, context=128),  # 3.2M

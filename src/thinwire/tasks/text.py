@@ -31,7 +31,7 @@ from thinwire.tasks.task import SeededTask, device_of, evaluating
 VALIDATION_SHARE = 0.05
 VALIDATION_WINDOWS = 64
 NO_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}  # folders beside the library proper
-DEFAULT_BATCH = {"micro": 4, "nano": 8, "small": 8, "medium": 8, "124m": 4}
+DEFAULT_BATCH = {"pico": 4, "micro": 4, "nano": 8, "small": 8, "medium": 8, "124m": 4}
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +169,7 @@ class TextTask(SeededTask):
     def __init__(
         self, name: str, *, seed: int, workers: int, batch: int | None, data: str | Path | None, non_iid: float | None
     ):
-        """Read the text and cut the validation windows; the default batch is 8 sequences (4 for gpt-micro and gpt-124m)."""
+        """Read the text and cut the validation windows; `DEFAULT_BATCH` has the size of a batch where none is given."""
         super().__init__(name, seed=seed, workers=workers)
         if non_iid is not None and not 0 < non_iid <= 1:
             raise ConfigError(f"non_iid must be above 0 and at most 1 for {name} (a probability), got {non_iid!r}")

@@ -303,18 +303,22 @@ static void encode_blocks(void *job, long first, long last) {
         float *out = e->out + y * e->out_stride + x;
         if (e->in) {
             const float *in = e->in + y * e->in_stride + x;
-            if (n % e->X + 1 < e->X) prefetch(in + N, e->in_stride), prefetch(out + N, e->out_stride);
+            int another = n % e->X + 1 < e->X; /* the next block is on its way while this one is worked on */
             forward(in, e->in_stride, a);
+            if (another) prefetch(in + N, e->in_stride);
             transpose(a, b);
             forward(b[0], N, a);
-            transpose(a, b);
-            for (int r = 0; r < N; r++)
-                for (int j = 0; j < N; j += LANES) {
-                    float *here = out + r * e->out_stride + j;
-                    V new = load(&b[r][j]) * scale;
-                    if (e->decay != 0) new = fused(load(&b[r][j]), scale, load(here) * decay);
-                    store(here, new), store(&b[r][j], new);
-                }
+            if (another) prefetch(out + N, e->out_stride);
+            for (int i = 0; i < N; i += 8) {
+                for (int j = 0; j < N; j += 8) transpose8(&a[j][i], &b[i][j]);
+                for (int r = i; r < i + 8; r++)
+                    for (int j = 0; j < N; j += LANES) {
+                        float *here = out + r * e->out_stride + j;
+                        V new = load(&b[r][j]) * scale;
+                        if (e->decay != 0) new = fused(load(&b[r][j]), scale, load(here) * decay);
+                        store(here, new), store(&b[r][j], new);
+                    }
+            }
         }
         if (!e->k) continue;
         if (e->in)

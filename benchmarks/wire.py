@@ -34,8 +34,7 @@ from benchmarks import record
 from benchmarks.pair import SIZES, gpt_shapes, run_pair
 from thinwire import DCT, DecoupledDiLoCo, Float, Int8, Link, Mean, Sign, TopK, kernels, share
 from thinwire import DeMo as DeMoOptimizer
-from thinwire.codecs import Chain, Messages
-from thinwire.codecs.made import Made
+from thinwire.codecs import Chain, Made, Messages
 from thinwire.payload import Payload
 
 DECAY, LR = 0.999, 1e-3
@@ -239,17 +238,21 @@ def _timed(call: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
-def bench_pair(link: Link, sizes: list[str], repeats: int, k: Sequence[int]) -> dict[str, Any]:
-    rounds = {size: bench_rounds(link, size, repeats, k) for size in sizes}
-    return {"kernels": kernels.name(), "rounds": rounds, "memory MB": {sizes[-1]: bench_memory(link, sizes[-1], k)}}
+PARTS = ("rounds", "memory", "bytes", "workers")
 
 
-def measure(sizes: list[str], repeats: int, k: Sequence[int]) -> dict[str, Any]:
-    figures = run_pair(bench_pair, sizes, repeats, k)
+def bench_pair(link: Link, sizes: list[str], repeats: int, k: Sequence[int], parts: Sequence[str]) -> dict[str, Any]:
+    rounds = {size: bench_rounds(link, size, repeats, k) for size in sizes if "rounds" in parts}
+    memory = {sizes[-1]: bench_memory(link, sizes[-1], k)} if "memory" in parts else {}
+    return {"kernels": kernels.name(), "rounds": rounds, "memory MB": memory}
+
+
+def measure(sizes: list[str], repeats: int, k: Sequence[int], parts: Sequence[str]) -> dict[str, Any]:
+    figures = run_pair(bench_pair, sizes, repeats, k, parts)
     torch.set_num_threads(1)
-    figures["memory MB, 8 workers, k=128"] = {sizes[-1]: bench_memory_of_many(sizes[-1])}
-    figures["bytes"] = bench_bytes()
-    figures["workers"] = bench_workers(sizes[0], max(2, repeats // 2))
+    figures["memory MB, 8 workers, k=128"] = {sizes[-1]: bench_memory_of_many(sizes[-1])} if "memory" in parts else {}
+    figures["bytes"] = bench_bytes() if "bytes" in parts else {}
+    figures["workers"] = bench_workers(sizes[0], max(2, repeats // 2)) if "workers" in parts else {}
     return figures
 
 
@@ -258,9 +261,10 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES), help="lists of tensors (default: all)")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each way (default: 5)")
     parser.add_argument("--k", type=int, nargs="+", default=[32, 8, 128], help="entries kept of a block (default: 32 8 128)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure (default: all of it)")
     parser.add_argument("--record", action="store_true", help="append the figures to records/wire.jsonl")
     arguments = parser.parse_args()
-    figures = measure(arguments.sizes, arguments.repeats, arguments.k)
+    figures = measure(arguments.sizes, arguments.repeats, arguments.k, arguments.parts)
     show(figures)
     if arguments.record:
         record.append("wire", figures)
@@ -290,6 +294,8 @@ def show(figures: dict[str, Any]) -> None:
             else:
                 table.add_row(what, f"{number:,}", f"1/{row['dense fp32'] / number:.0f}")
         console.print(table)
+    if not figures["workers"]:
+        return
     table = Table("workers", *FAST, title=f"s to read and apply, {figures['workers']['parameters']:,} parameters, 1 thread")
     for workers in next(iter(figures["workers"]["seconds"].values())):
         table.add_row(str(workers), *(f"{row[workers]:.3f}" for row in figures["workers"]["seconds"].values()))

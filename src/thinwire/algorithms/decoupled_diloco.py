@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.codecs import DCT, Codec, Identity, Mean, Sign, TopK, TwoBit
+from thinwire.codecs import DCT, Codec, Identity, Made, Mean, Sign, TopK, TwoBit
 from thinwire.codecs.base import check_codec
-from thinwire.codecs.made import Made
 from thinwire.core.optimizer import PolicyOptions, Start
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.slots import overwrite

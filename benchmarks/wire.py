@@ -56,13 +56,18 @@ class DeMo:
         self.link = link
         self.params = [torch.randn(s).mul_(0.02) for s in shapes]
         self.grads = [torch.randn(s) for s in shapes]
-        self.momenta = {name: [torch.zeros(s) for s in shapes] for name in SIMPLE}
-        for name, chain in FAST.items():
-            self.momenta[name] = [torch.zeros(s) for s in chain.slot_shapes(self.params)]
+        self.momenta: dict[str, list[Tensor]] = {}
         self.rounds = 0
 
+    def momentum(self, name: str) -> list[Tensor]:
+        """That of one way, made when it is first asked for."""
+        if name not in self.momenta:
+            shapes = FAST[name].slot_shapes(self.params) if name in FAST else [p.shape for p in self.params]
+            self.momenta[name] = [torch.zeros(s) for s in shapes]
+        return self.momenta[name]
+
     def simple(self, name: str) -> None:
-        for p, g, m in zip(self.params, self.grads, self.momenta[name], strict=True):
+        for p, g, m in zip(self.params, self.grads, self.momentum(name), strict=True):
             codec = SimpleTopK(tuple(p.shape), SIMPLE[name])
             m.mul_(DECAY).add_(g)
             places, values = codec.encode(m)
@@ -73,7 +78,7 @@ class DeMo:
 
     def fast(self, name: str) -> None:
         self.rounds += 1
-        m, senders = self.momenta[name], Mean(over="senders")
+        m, senders = self.momentum(name), Mean(over="senders")
         got = share(
             self.link, FAST[name], m, self.grads, round=self.rounds, decay=DECAY, scale=1.0, mean=senders, invalid=False
         )
@@ -126,7 +131,11 @@ def bench_memory(link: Link, size: str, k: Sequence[int]) -> dict[str, float]:
     ways: dict[str, Callable[[], None]] = {name: lambda name=name: demo.fast(name) for name in FAST}
     for name in SIMPLE:
         ways[name] = lambda name=name: demo.simple(name)
-    peaks = {name: _peak(way) for name, way in ways.items() if _k(name) in k}
+    peaks = {}
+    for name in (name for name in ways if _k(name) in k):
+        demo.momentum(name)
+        peaks[name] = _peak(ways[name])
+    demo.momenta.clear()
     codec = DCT(64) >> TopK(32) >> Sign()
     for make in (_demo, _decoupled_diloco):
         params = [torch.nn.Parameter(p) for p in demo.params]

@@ -17,7 +17,7 @@ BLOCK = 64  # rows and columns of the blocks that the kernels know
 _MOST_NUMBER = 1 << 16  # of sets: a number takes two bytes
 
 Floats = NDArray[np.float32]
-Sets = NDArray[np.uint16]
+Sets = NDArray[np.integer]  # of two bytes, which is asserted
 
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _matrix = [_pointer, _long]  # first entry, entries from row to row

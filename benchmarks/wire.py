@@ -52,9 +52,10 @@ class DeMo:
     """The state of one worker, and a round the simple way and the fast way; they differ in nothing but rounding."""
 
     def __init__(self, link: Link, shapes: Sequence[tuple[int, ...]]):
-        torch.manual_seed(link.rank)
+        torch.manual_seed(0)
         self.link = link
         self.params = [torch.randn(s).mul_(0.02) for s in shapes]
+        torch.manual_seed(1 + link.rank)
         self.grads = [torch.randn(s) for s in shapes]
         self.momenta: dict[str, list[Tensor]] = {}
         self.rounds = 0

@@ -1,82 +1,93 @@
 """Bounded loss: what it costs to lose a tenth of all contributions, in the simulator, with paired seeds.
 
-    python -m benchmarks.bounded_loss --seeds 10 --steps 160          # appends to benchmarks/records/bounded_loss.jsonl
+    python -m benchmarks.bounded_loss          # appends to benchmarks/records/bounded_loss.jsonl
 
-Each seed trains twice, with and without loss: the same starting weights, the same blocks for the first round. A message that is
-lost is not counted; its sender keeps what it holds (error feedback, progress), and the mean is over those that arrived.
+Each seed trains twice, with and without loss: the same starting weights, the same blocks for the first round, the same learning
+rates (a warm-up and a cosine). A message that is lost is not counted; its sender keeps what it holds (error feedback,
+progress), and the mean is over those that arrived. Pairs are records: what was trained already is not trained again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from benchmarks.record import append
-from thinwire import DecoupledDiLoCo, DeMo, DiLoCo, Link, World
-from thinwire.core.optimizer import Algorithm
+from benchmarks.record import RECORDS, append
+from thinwire import Link, World
 from thinwire.sim import Churn
-from thinwire.tasks import make_task
+from thinwire.tools.config import RunConfig
+from thinwire.tools.elastic import ElasticTrainer
 
+NAME = "bounded_loss"
 T95 = {9: 2.262, 4: 2.776, 3: 3.182, 7: 2.365}  # of Student's distribution, by degrees of freedom
 
 
-def made(method: str, params: Any, link: Link, H: int) -> Algorithm:
-    if method == "demo":
-        return DeMo(params, link, lr=3e-3)
-    kind = {"diloco": DiLoCo, "decoupled-diloco": DecoupledDiLoCo}[method]
-    return kind(torch.optim.AdamW(params, lr=3e-3), link, H=H)
-
-
-def final_loss(method: str, task_name: str, seed: int, loss: float, *, workers: int, steps: int, H: int, batch: int) -> float:
-    task = make_task(task_name, seed=seed, workers=1 << 20, batch=batch)
+def final_loss(config: RunConfig, workers: int, loss: float) -> float:
+    """Validation loss at the end of a run in which a part of all messages is lost."""
 
     def worker(link: Link) -> float:
-        model = task.model()
-        opt = made(method, model.parameters(), link, H)
-        opt.join()
-        while opt.steps < steps and not opt.ended:
-            task.loss(model, task.batch(opt.block or 0, opt.block_step)).backward()
-            opt.step()
-            opt.zero_grad()
-        opt.finish()
-        if link.rank:
-            return 0.0
-        with opt.shared_model():
-            return task.evaluate(model)["loss"]
+        trainer = ElasticTrainer(config, link)  # type: ignore[arg-type]
+        trainer.optimizer.join()
+        while trainer.step < config.steps and not trainer.optimizer.ended:
+            trainer.one_step()
+        trainer.optimizer.finish()
+        return trainer.evaluate()["loss"] if link.rank == 0 else 0.0
 
-    churn = Churn(loss=loss, seed=seed, link={"checkpoint_every": 0})
-    return World(workers, step_time=0.1, seed=seed, churn=churn).run(worker)[0]
+    churn = Churn(loss=loss, seed=config.seed, link={"checkpoint_every": 0, "poll": 0.05})
+    return World(workers, step_time=0.1, seed=config.seed, churn=churn).run(worker)[0]
+
+
+def recorded(about: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Pairs that were trained with these settings."""
+    path = RECORDS / f"{NAME}.jsonl"
+    for line in path.read_text().splitlines() if path.exists() else ():
+        pair = json.loads(line)
+        if "seed" in pair and all(pair.get(name) == value for name, value in about.items()):
+            yield pair
+
+
+def train_pair(about: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Train a seed with and without loss, unless that was done before."""
+    for pair in recorded(about | {"seed": seed}):
+        return pair
+    names = ("algorithm", "task", "steps", "lr", "batch")
+    settings = {} if about["H"] is None else {"H": about["H"]}
+    config = RunConfig(**{name: about[name] for name in names}, seed=seed, device="cpu", settings=settings)
+    whole, lossy = (final_loss(config, about["workers"], p) for p in (0.0, about["loss"]))
+    append(NAME, about | {"seed": seed, "without loss": whole, "with loss": lossy})
+    return about | {"seed": seed, "without loss": whole, "with loss": lossy}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--methods", nargs="+", default=["diloco", "decoupled-diloco", "demo"])
-    parser.add_argument("--task", default="gpt-nano")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--algorithms", nargs="+", default=["diloco", "decoupled-diloco", "demo"])
+    parser.add_argument("--task", default="gpt-pico")
     parser.add_argument("--seeds", type=int, default=10, help="at least 2")
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=640)
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--loss", type=float, default=0.1)
-    parser.add_argument("--H", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=4)
-    args = parser.parse_args()
+    parser.add_argument("--loss", type=float, default=0.1, help="part of all messages that never arrive")
+    parser.add_argument("--H", type=int, default=16, help="local steps, of the methods that have any")
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    args = vars(parser.parse_args())
     torch.set_num_threads(1)
-    how = {"workers": args.workers, "steps": args.steps, "H": args.H, "batch": args.batch}
-    for method in args.methods:
-        ratios, losses = [], []
-        for seed in range(args.seeds):
-            whole, lossy = (final_loss(method, args.task, seed, p, **how) for p in (0.0, args.loss))
-            ratios.append(lossy / whole - 1)
-            losses.append([whole, lossy])
-            print(f"{method} seed {seed}: {whole:.4f} without loss, {lossy:.4f} with {args.loss:.0%}", flush=True)
+    seeds = args.pop("seeds")
+    for algorithm in args.pop("algorithms"):
+        about = args | {"algorithm": algorithm, "H": None if algorithm == "demo" else args["H"]}
+        ratios = []
+        for seed in range(seeds):
+            pair = train_pair(about, seed)
+            ratios.append(pair["with loss"] / pair["without loss"] - 1)
+            print(f"{algorithm} seed {seed}: {pair['without loss']:.4f} without loss, {ratios[-1]:+.2%} with it", flush=True)
         mean = statistics.mean(ratios)
         half = T95.get(len(ratios) - 1, 1.96) * statistics.stdev(ratios) / math.sqrt(len(ratios))
-        print(f"{method}: {mean:+.2%}, 95% interval {mean - half:+.2%} to {mean + half:+.2%}", flush=True)
-        figures = {"method": method, "task": args.task, "loss": args.loss, **how, "losses": losses}
-        append("bounded_loss", figures | {"mean": mean, "low": mean - half, "high": mean + half})
+        print(f"{algorithm}: {mean:+.2%}, 95% interval {mean - half:+.2%} to {mean + half:+.2%}", flush=True)
 
 
 if __name__ == "__main__":

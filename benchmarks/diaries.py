@@ -43,7 +43,7 @@ class Diary:
             Counted.judge,
         )
         engine.take, self._link._send, engine.history._begin_with = self._noted_take, self._noted_send, self._noted_begin
-        Counted.judge = lambda exchange, payloads: self._noted_judge(exchange, payloads)
+        setattr(Counted, "judge", lambda exchange, payloads: self._noted_judge(exchange, payloads))  # noqa: B010
 
     def write(self, line: dict[str, Any]) -> None:
         """Add a line."""
@@ -70,6 +70,7 @@ class Diary:
         from thinwire.payload import all_finite
 
         self._verdict = None
+        self._note_manifest(decided.manifest)
         included = self._take(decided, exchange)
         number, verdict = decided.manifest.number, self._verdict
         if self._link.place.number != number + 1:  # it took a checkpoint instead
@@ -79,13 +80,21 @@ class Diary:
         if decided.mine and self._link.rank not in left_out:
             self._work.clear()
         state = [t for tensors in self._optimizer.replicated_state().values() for t in tensors]
-        requests = Counter(self._link.store.requests)
+        requests = Counter[str](getattr(self._link.store, "requests", {}))
         line = {"round": number, "hash": hash_tensors(state), "finite": all_finite(state), "mine": decided.mine}
+        line["chain"] = self._link.place.chain.hex()
         more = {"counted": sorted(decided.manifest.counted), "nan": nan, "left_out": left_out}
         self.write(line | more | {"requests": dict(requests - self._requests)})
         self._requests = requests
         self._round.value = max(self._round.value, number)
         return included
+
+    def _note_manifest(self, manifest: Any) -> None:
+        """Where manifests are lost with their host: what this one was."""
+        if not hasattr(self._link.store, "requests"):
+            counted = {str(id): digest for id, digest in manifest.counted.items()}
+            told = {"before": manifest.chain.hex(), "chain": self._link.place.chain.hex(), "digests": counted}
+            self.write({"decided": manifest.number, **told})
 
 
 def _applied(decided: Any, verdict: Any) -> set[int]:

@@ -24,6 +24,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -349,5 +350,19 @@ def _show(row: dict[str, Any]) -> None:
     print(f"{what} {row['rounds']:4} rounds  {verdict}  {counted}, requests {row['requests']}", flush=True)
 
 
+def _cli(words: list[str]) -> None:
+    """Storms on stores, on a cluster (`cluster`), or a comparison with torchft (`torchft`)."""
+    if words[:1] == ["cluster"]:
+        from benchmarks import cluster
+
+        tyro.cli(cluster.main, args=words[1:])
+    elif words[:1] == ["torchft"]:
+        from benchmarks import against_torchft
+
+        tyro.cli(against_torchft.main, args=words[1:])
+    else:
+        tyro.cli(main, args=words)
+
+
 if __name__ == "__main__":
-    tyro.cli(main)
+    _cli(sys.argv[1:])

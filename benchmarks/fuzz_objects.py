@@ -67,7 +67,9 @@ class Target:
     def message(self, **changes: Any) -> bytes:
         """A message of worker 1."""
         link = self.links[1]
-        told = Message(0, 1, link.place.chain, 0, last=False, kept=False, blocks=1, body=b"what a worker says" * 8)
+        told = Message(
+            0, 1, link.place.chain, 0, last=False, kept=False, blocks=1, step_seconds=0.0, body=b"what a worker says" * 8
+        )
         return seal_message(link.signer, replace(told, **changes))
 
     def manifest(self, **changes: Any) -> bytes:
@@ -188,7 +190,7 @@ def fuzz(count: int, seed: int) -> Iterator[Judged]:
         "checkpoint": seal_text(target.links[1].signer, "ckpt 00000003-1", b"", b"state" * 20),
     }
     others = list(sound.values())
-    for _ in range(count):
+    while count:
         target.store.objects = dict(target.start)
         kind = chance.choice(
             ("message", "manifest", "round", "run.json", "roster", "checkpoint", "signed message", "signed manifest")
@@ -212,6 +214,7 @@ def fuzz(count: int, seed: int) -> Iterator[Judged]:
             "roster": lambda raw=raw: read_roster(target, raw),
             "checkpoint": lambda raw=raw: read_checkpoint(target, raw, chance),
         }
+        count -= 1
         yield judge(kind, raw, readers[kind])
 
 

@@ -24,7 +24,7 @@ RUNS = {
     "predict.py": ([], r"H=32: 23.2 MB a step, 0.198 s waiting, 83.5% computing"),
     "message_bytes.py": ([], r"TopK\(32\) >> Sign\(\) +gather +1,291,268 "),
     "decoupled_momentum.py": ([], r"validation loss 0\.0\d+ on both workers, 141 bytes per worker and step"),
-    "ternary.py": ([], r"DCT\(64\) >> TopK\(32\) >> Ternary\(0\.7\) takes 3468 bytes"),
+    "ternary.py": ([], r"DCT\(64\) >> TopK\(32\) >> Trits\(0\.7\) takes 3468 bytes"),
     "logged_link.py": ([], None),
     "warm_start.py": (["{tmp}/rounds.jsonl"], r"'rounds': 22, 'sent': 28744, 'sent\.round': 28680, 'sent\.handshake': 64"),
     "folder_link.py": ([], r"\[1\.\d+, 1\.\d+, 1\.\d+\]"),

@@ -34,7 +34,7 @@ def test_every_arm_and_set_up_has_a_golden_entry_and_no_other_has() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(golden.arms())[::3])  # all of them: python -m tests.golden, about 20 minutes
+@pytest.mark.parametrize("name", list(golden.arms())[::6])  # all of them: python -m tests.golden, about 20 minutes
 def test_an_arm_of_the_records_begins_as_it_did(name: str) -> None:
     before = golden.read("arms")["entries"][name]
     try:

@@ -51,6 +51,32 @@ def warm(kind: str, model: nn.Module, link: Link) -> WarmStart:
     return WarmStart(inner(model.parameters()), link, steps=START, start=start, then=then)
 
 
+@pytest.mark.parametrize("made", [adamw, qhadam, lambda params: torch.optim.SGD(params, lr=0.1)])
+def test_the_second_moments_of_demo_go_over_to_the_inner_optimizer(made: Callable) -> None:
+    def worker(link: Link) -> None:
+        model = model_of()
+        inner = made(model.parameters())
+        start = lambda _, link: DeMo(model.parameters(), link, betas=(0.9, 0.9))  # noqa: E731
+        opt = WarmStart(inner, link, steps=START, start=start, then=diloco, second_moments=True)
+        train(model, opt, link.rank, START - 1)  # type: ignore[arg-type]
+        demo = opt.at_work
+        train(model, opt, link.rank, 1, first=START)  # type: ignore[arg-type]
+        assert isinstance(opt.at_work, DiLoCo)
+        if isinstance(inner, torch.optim.SGD):
+            assert not any("exp_avg_sq" in state for state in inner.state.values())
+            return
+        for p in demo._active:
+            t, theirs, mine = float(demo.state[p]["own_count"]), demo.state[p]["own_v"], inner.state[p]
+            beta2 = inner.param_groups[0].get("beta2") or inner.param_groups[0]["betas"][1]
+            torch.testing.assert_close(mine["exp_avg_sq"] / (1 - beta2**t), theirs / (1 - 0.9**t))
+            assert not mine["exp_avg"].any()
+            assert float(mine["step"]) == t
+        train(model, opt, link.rank, 9, first=START + 1)  # type: ignore[arg-type]
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+    World(2).run(worker)
+
+
 def scheduled(opt: Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)  # multiplies the rate that it finds in the groups
 

@@ -20,7 +20,7 @@ def groups_of(row):
 
 
 @dataclass(frozen=True, repr=False)
-class Ternary(Values, Stage):
+class Trits(Values, Stage):
     """1.6 bits per value, and a float32 scale for every 240.
 
     Args:
@@ -57,7 +57,7 @@ class Ternary(Values, Stage):
 
 def meet(link):
     gradient = torch.randn(1000, 300, generator=torch.Generator().manual_seed(link.rank))
-    codec = DCT(64) >> TopK(32) >> Ternary()
+    codec = DCT(64) >> TopK(32) >> Trits()
     (mean,), (sent,) = thinwire.average(link, codec, [gradient], want_sent=True)
     return codec, mean, sent, codec.nbytes([gradient])
 

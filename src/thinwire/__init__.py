@@ -26,6 +26,7 @@ _HOME = {
     "All": "thinwire.codecs",
     "Chain": "thinwire.codecs",
     "Codec": "thinwire.codecs",
+    "CodecSchedule": "thinwire.codecs",
     "DCT": "thinwire.codecs",
     "Dense": "thinwire.codecs",
     "Float": "thinwire.codecs",
@@ -39,6 +40,7 @@ _HOME = {
     "RandomOrthogonal": "thinwire.codecs",
     "Sign": "thinwire.codecs",
     "Striding": "thinwire.codecs",
+    "Ternary": "thinwire.codecs",
     "TopK": "thinwire.codecs",
     "TwoBit": "thinwire.codecs",
     "parse_codec": "thinwire.codecs",
@@ -64,6 +66,7 @@ _HOME = {
     "connect": "thinwire.links",
     "disconnect": "thinwire.links",
     "join": "thinwire.links.join",
+    "wsd": "thinwire.lr_schedules",
     "Network": "thinwire.network",
     "Payload": "thinwire.payload",
     "Every": "thinwire.schedules",
@@ -87,6 +90,7 @@ if TYPE_CHECKING:
         All,
         Chain,
         Codec,
+        CodecSchedule,
         Dense,
         Float,
         Fp4,
@@ -99,6 +103,7 @@ if TYPE_CHECKING:
         RandomOrthogonal,
         Sign,
         Striding,
+        Ternary,
         TopK,
         TwoBit,
         parse_codec,
@@ -126,6 +131,7 @@ if TYPE_CHECKING:
         disconnect,
     )
     from thinwire.links.join import join
+    from thinwire.lr_schedules import wsd
     from thinwire.network import Network
     from thinwire.payload import Payload
     from thinwire.schedules import Every, Periods, Staggered, Union, Warmup

@@ -39,9 +39,20 @@ class WarmStart(Phases):
         then: makes the method, from (inner, link). One without an inner optimizer takes the parameter groups of `inner`, as in
             `lambda inner, link: thinwire.DeMo(inner.param_groups, link)`, so that learning rates go on.
         start: makes what takes the first steps, likewise; `DataParallel` by default. With `DeMo` the inner optimizer begins
-            without moments when the method takes over.
+            without moments when the method takes over, unless `second_moments` is given.
+        second_moments: with a start by `DeMo`, give an inner Adam the second moments that DeMo has kept of this worker's own
+            gradients; its momentum begins at zero.
     """
 
-    def __init__(self, inner: Optimizer, link: Link, *, steps: int = 256, then: Make, start: Make | None = None):
+    def __init__(
+        self,
+        inner: Optimizer,
+        link: Link,
+        *,
+        steps: int = 256,
+        then: Make,
+        start: Make | None = None,
+        second_moments: bool = False,
+    ):
         """Make the start; the method is made when its turn comes."""
-        super().__init__(inner, link, steps=steps, start=start or DataParallel, then=then)
+        super().__init__(inner, link, steps=steps, start=start or DataParallel, then=then, second_moments=second_moments)

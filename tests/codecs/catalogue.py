@@ -16,6 +16,7 @@ from thinwire.codecs import (
     RandomOrthogonal,
     Sign,
     Striding,
+    Ternary,
     TopK,
     TwoBit,
 )
@@ -25,8 +26,8 @@ from thinwire.codecs.values import Values
 
 TRANSFORMS: list[Transform] = [Identity(8), DCT(8), Hadamard(8), RandomOrthogonal(8, seed=5)]
 SELECTIONS: list[Selection] = [TopK(3), TopK(0.15), RandomK(3, seed=9), RandomK(0.2), Striding(3), Striding(0.1), All()]
-FORMATS: list[Values] = [Float("fp32"), Float("bf16"), Float("fp16"), Int8(), Fp4(), TwoBit(), Sign()]
-GROUPED: list[Values] = [Int8(3), Int8(256), Fp4(16), Fp4(7), TwoBit(5), TwoBit(1), Sign(1), Sign(100)]
+FORMATS: list[Values] = [Float("fp32"), Float("bf16"), Float("fp16"), Int8(), Fp4(), TwoBit(), Ternary(), Sign()]
+GROUPED: list[Values] = [Int8(3), Int8(256), Fp4(16), Fp4(7), TwoBit(5), TwoBit(1), Ternary(7), Ternary(1), Sign(1), Sign(100)]
 VALUES: list[Values] = [*FORMATS, *GROUPED]
 
 # One gathered codec of every kind: each transform, selection, value format and index code is in one of them.

@@ -298,15 +298,21 @@ CODE_NUMBERS = {"Packed": 0, "Bitmap": 1, "EliasFano": 2}
 
 # --- Values --------------------------------------------------------------------------------------------------------------
 
-WIDTHS = {"Int8": (8, 1), "Fp4": (4, 1), "TwoBit": (2, 2), "Sign": (1, 1)}  # bits of a code, scales of a group
+WIDTHS = {
+    "Int8": (8, 1),
+    "Fp4": (4, 1),
+    "TwoBit": (2, 2),
+    "Sign": (1, 1),
+    "Ternary": (1.6, 1),
+}  # bits of a code, scales of a group
 FLOATS = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def group_of(values: Stage, k: int) -> int:
-    return values.first or (256 if values.name == "Fp4" else k)
+    return values.first or (256 if values.name in ("Fp4", "Ternary") else k)
 
 
-FORMAT_NUMBERS = {"fp32": 1, "bf16": 2, "fp16": 3, "fp64": 4, "Int8": 5, "Fp4": 6, "TwoBit": 7, "Sign": 8}
+FORMAT_NUMBERS = {"fp32": 1, "bf16": 2, "fp16": 3, "fp64": 4, "Int8": 5, "Fp4": 6, "TwoBit": 7, "Sign": 8, "Ternary": 9}
 
 
 def values_nbytes(values: Stage, lengths: Sequence[int], k: int) -> int:
@@ -314,7 +320,8 @@ def values_nbytes(values: Stage, lengths: Sequence[int], k: int) -> int:
     if values.name == "Float":
         return sum(lengths) * FLOATS[values.first]
     (width, scales), g = WIDTHS[values.name], group_of(values, k)
-    return 2 * scales * sum((n + g - 1) // g for n in lengths) + packed_nbytes(sum(lengths), width)
+    codes = (sum(lengths) + 4) // 5 if values.name == "Ternary" else packed_nbytes(sum(lengths), width)
+    return 2 * scales * sum((n + g - 1) // g for n in lengths) + codes
 
 
 def values_bits(values: Stage, count: int, k: int) -> float:
@@ -356,12 +363,19 @@ def read_scaled(values: Stage, raw: bytes, lengths: Sequence[int], g: int) -> li
     told = [bf16(raw[at : at + 2]) for at in range(0, head, 2)]
     refuse_if(not all(math.isfinite(s) for s in told), "scale")
     refuse_if(any(s < 0 for s in told), "negative scale")
-    codes = unpack(raw[head:], len(groups), width)
+    codes = threes(raw[head:], len(groups)) if values.name == "Ternary" else unpack(raw[head:], len(groups), width)
     refuse_if(values.name == "Int8" and 128 in codes, "an int8 code of -128")
     return [
         binary32(meaning(values.name, c, told[group * scales : group * scales + scales]))
         for group, c in zip(groups, codes, strict=True)
     ]
+
+
+def threes(raw: bytes, count: int) -> list[int]:
+    refuse_if(any(byte > 242 for byte in raw), "a byte of")
+    digits = [byte // three % 3 for byte in raw for three in (1, 3, 9, 27, 81)]
+    refuse_if(any(digits[count:]), "padding")
+    return digits[:count]
 
 
 def group_sizes(lengths: Sequence[int], g: int) -> list[int]:
@@ -374,6 +388,8 @@ def meaning(name: str, c: int, scales: list[float]) -> float:
     if name == "Fp4":
         e = c & 7
         return (-1 if c & 8 else 1) * (2.0 ** (e - 7) if e else 0.0) * scales[0]
+    if name == "Ternary":
+        return (0, 1, -1)[c] * scales[0]
     if name == "TwoBit":
         return (-1 if c & 1 else 1) * scales[c >> 1]
     return -scales[0] if c else scales[0]

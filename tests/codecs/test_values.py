@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tests.codecs.catalogue import VALUES
 from tests.tiers import examples
-from thinwire.codecs import Float, Fp4, Int8, Sign, TwoBit
+from thinwire.codecs import Float, Fp4, Int8, Sign, Ternary, TwoBit
 from thinwire.codecs.bits import packed_nbytes
 from thinwire.codecs.stages import Row
 from thinwire.codecs.values import Scaled, Values
@@ -46,7 +46,7 @@ def bf16(x: NDArray[Any] | float) -> NDArray[np.float64]:
 
 
 def groups_of(values: Scaled, k: int) -> int:
-    return values.group or (256 if isinstance(values, Fp4) else k)
+    return values.group or (256 if isinstance(values, Fp4 | Ternary) else k)
 
 
 def each_group(values: Scaled, x: Floats, k: int) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
@@ -179,6 +179,9 @@ def test_scaling_by_a_power_of_two_scales_what_is_read(values: Scaled) -> None:
         (Fp4(), 257, 32, 128 + 4 + 2 * 2),  # half a byte each, eight at a time
         (Fp4(32), 257, 32, 128 + 4 + 9 * 2),
         (TwoBit(), 64, 32, 16 + 2 * 4),
+        (Ternary(), 256, 32, 52 + 2),
+        (Ternary(), 257, 32, 52 + 2 * 2),
+        (Ternary(10), 20, 32, 4 + 2 * 2),
         (TwoBit(), 65, 32, 16 + 2 + 3 * 4),
         (Sign(), 64, 32, 8 + 2 * 2),
         (Sign(), 65, 32, 9 + 3 * 2),
@@ -195,7 +198,8 @@ def test_scales_come_first_as_bfloat16_and_then_the_codes(values: Scaled) -> Non
     raw, read = values.write(normal(count), row(count, k))
     n, g = -(-count // groups_of(values, k)), groups_of(values, k)
     head = 2 * values.scales * n
-    assert len(raw) == head + packed_nbytes(count, values.width)
+    codes = -(-count // 5) if isinstance(values, Ternary) else packed_nbytes(count, int(values.width))
+    assert len(raw) == head + codes
     raw[:head].view(np.uint16)[: values.scales] += 0x80  # twice the scale: the next exponent of a bfloat16
     assert np.array_equal(values.read(raw, row(count, k), 0, count), np.where(np.arange(count) < g, 2 * read, read))
 
@@ -325,6 +329,26 @@ def test_two_bits_by_hand() -> None:
     assert raw.tolist() == [0x00, 0x3F, 0x40, 0x40, 0b01_00_11_10, 0b00]
 
 
+@pytest.mark.parametrize("values", [Ternary(), Ternary(7), Ternary(1)], ids=repr)
+def test_three_values_have_the_least_error_of_all_choices(values: Ternary) -> None:
+    for x, read in each_group(values, normal(333), 32):
+        size = np.sort(np.abs(x))[::-1]
+        errors = [np.square(size[:j] - size[:j].mean()).sum() + np.square(size[j:]).sum() for j in range(1, len(x) + 1)]
+        kept = read != 0
+        assert len(set(np.abs(read[kept]))) == 1
+        assert np.array_equal(np.signbit(read[kept]), np.signbit(x[kept]))
+        rounding = len(x) * (2.0**-8 * np.abs(read).max()) ** 2  # of the scale to bfloat16
+        assert np.square(read - x).sum() <= min(errors) + rounding + 1e-6
+
+
+def test_three_values_by_hand() -> None:
+    # The j largest sizes 3, 2, 2, 1, 0.5 add up to c = 3, 5, 7, 8, 8.5, and c^2 / j = 9, 12.5, 16.3, 16, 14.5: three are kept.
+    x = np.array([3.0, -0.5, 2.0, -2.0, 0.0, 1.0], np.float32)
+    raw, read = Ternary().write(x, row(len(x), 6))
+    assert read.tolist() == [2.328125, 0, 2.328125, -2.328125, 0, 0], "7 / 3 in bfloat16"
+    assert raw.tolist() == [0x15, 0x40, 1 + 1 * 9 + 2 * 27, 0]
+
+
 @pytest.mark.parametrize("values", [Sign(), Sign(1), Sign(50)], ids=repr)
 def test_a_sign_stands_for_the_mean_size(values: Sign) -> None:
     for x, read in each_group(values, normal(333), 32):
@@ -342,7 +366,7 @@ def test_signs_by_hand() -> None:
     assert raw.tolist() == [0x00, 0x40, 0b11010]
 
 
-@pytest.mark.parametrize("values", [Int8(), Fp4(), TwoBit(), Sign()], ids=repr)
+@pytest.mark.parametrize("values", [Int8(), Fp4(), TwoBit(), Ternary(), Sign()], ids=repr)
 def test_what_is_all_of_one_size_is_exact(values: Scaled) -> None:
     x = np.float32(0.75) * np.where(np.arange(64) % 3, 1, -1).astype(np.float32)
     np.testing.assert_allclose(values.write(x.copy(), row(len(x), 32))[1], x, rtol=2.0**-8)
@@ -352,7 +376,7 @@ def test_more_bits_mean_less_error() -> None:
     x = normal(4096)
     error = [
         float(np.square(v.write(x.copy(), row(len(x), 32))[1] - x).sum())
-        for v in (Float(), Float("bf16"), Int8(), TwoBit(), Sign())
+        for v in (Float(), Float("bf16"), Int8(), TwoBit(), Ternary(), Sign())
     ]
     assert error == sorted(error)
     assert error[-1] < float(np.square(x).sum()) / 2
@@ -401,7 +425,7 @@ def test_a_scale_that_makes_values_overflow_is_refused() -> None:
         Int8().read(raw, row(4, 4), 0, 4)
 
 
-@pytest.mark.parametrize("values", [Fp4(), TwoBit(), Sign()], ids=repr)
+@pytest.mark.parametrize("values", [Fp4(), TwoBit(), Ternary(), Sign()], ids=repr)
 def test_padding_that_is_not_zero_is_refused(values: Scaled) -> None:
     raw = values.write(normal(13), row(13, 32))[0].copy()
     raw[-1] |= 0x80
@@ -428,7 +452,7 @@ def test_any_bytes_are_finite_values_or_are_refused(values: Values, data: st.Dat
     assert np.abs(read).max() <= values.check(raw, row(count, k)) < math.inf
 
 
-@pytest.mark.parametrize("kind", [Int8, Fp4, TwoBit, Sign])
+@pytest.mark.parametrize("kind", [Int8, Fp4, TwoBit, Ternary, Sign])
 @pytest.mark.parametrize("bad", [-1, 2.0, "8", True, None])
 def test_a_group_is_a_whole_number(kind: type[Scaled], bad: object) -> None:
     with pytest.raises(ConfigError, match=f"group of {kind.__name__} must be a whole number of at least 0, got"):

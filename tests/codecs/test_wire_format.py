@@ -31,6 +31,7 @@ from thinwire.codecs import (
     RandomOrthogonal,
     Sign,
     Striding,
+    Ternary,
     TopK,
     TwoBit,
 )
@@ -279,7 +280,7 @@ def test_the_index_codes_of_the_page() -> None:
 
 
 def test_the_values_of_the_page() -> None:
-    for values, scales in ((Int8(), 2), (Fp4(), 2), (TwoBit(), 4), (Sign(), 2)):
+    for values, scales in ((Int8(), 2), (Fp4(), 2), (TwoBit(), 4), (Ternary(), 2), (Sign(), 2)):
         raw, read = values.write(np.array([1, -0.5, 0.26, -0.1, 0.004], np.float32), Row(5, (5,)))
         assert on_the_page(f"| `{spaced(raw[:scales].tobytes())}` | `{spaced(raw[scales:].tobytes())}` |")
         assert on_the_page(", ".join(f"{v:.8g}" for v in read[:3]))
@@ -399,6 +400,22 @@ golden(
     "54484e5702000100150ffca8ece88c390700000000000000010000000000000000000000000000004d000000000000000000003f6e624b59"
     "000000000000000003000000000000002d000000000000000800000068b35541023e83406f406db76ddbb66ddbb66ddbb66ddbb66ddbb66d"
     "dbb66ddbb66ddbb66ddbb66ddbb66ddbb66ddbb62d",
+)
+golden(
+    "everything in three values",
+    Ternary(),
+    [exact(2, 5), exact(300)],
+    "54484e570200010044fec905bb1adfdb07000000000000000100000000000000000000000000000064000000000000000000003f3ddd9a84"
+    "00000000000000000300000000000000440000000000000009000000cb48f48d273ead40a24099e39ce90787e9d600e7d617d8d69e00d59e"
+    "11a29ee9019ce91951e9d602e1d617a2d69e02cf9e47009ee90199e93400e9d605d8d69e00d69e08bd9ee900",
+)
+golden(
+    "three values in blocks",
+    DCT(8) >> TopK(3) >> Ternary(16),
+    [exact(32, 32, step=77), exact(1)],
+    "54484e570200010061e5044932fc2e7207000000000000000100000000000000000000000000000057000000000000000000003fb7d8c7ef"
+    "00000000000000001100000000000000370000000000000009000100a2532ab1ac5b976eedb43650ba406b976e0db835d0d2ad5b03ad0d94"
+    "6ed5ba40e9b66e0db43650d6524261424b427cce8698e985d7f18511803c02",
 )
 golden(
     "dense",

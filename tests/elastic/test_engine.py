@@ -87,8 +87,6 @@ def test_the_first_step_comes_after_joining() -> None:
     [
         ("diloco", {"tau": 1}, "needs tau=0"),
         ("demo", {"delay": True}, "needs tau=0"),
-        ("diloco", {"pace": "speed"}, "use pace='equal'"),
-        ("diloco", {"buffers": [torch.zeros(2)]}, "buffers are not averaged on an elastic link"),
     ],
 )
 def test_what_an_elastic_link_cannot_do_is_refused_with_a_reason(name: str, settings: dict[str, Any], reason: str) -> None:

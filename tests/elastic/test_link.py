@@ -297,7 +297,7 @@ def test_settings_are_checked() -> None:
 
 def test_a_message_verifies_only_as_what_it_is() -> None:
     chain, signer = bytes(range(32)), Unsigned(3)
-    told = Message(5, 3, chain, 20, True, True, 2, b"12345678")
+    told = Message(5, 3, chain, 20, True, True, 2, 0.5, b"12345678")
     raw = seal_message(signer, told)
     assert open_message(signer, raw, number=5, sender=3, chain=chain) == told
     flipped = [raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :] for at in range(len(raw))]
@@ -394,7 +394,7 @@ def test_an_old_round_is_not_decided_anew_after_its_messages_are_gone() -> None:
             ticket.wait()
         a.archive.write(number, b"state")
     slow.clock = 1e6
-    with pytest.raises(LinkError, match="round 1 was deleted, since a later checkpoint holds what became of it"):
+    with pytest.raises(LinkError, match="the messages of round 1 are gone: a later checkpoint holds what became of it"):
         send(slow, 1).wait()
 
 

@@ -55,7 +55,9 @@ def _as(link: ElasticLink, key: object = STRANGER, id: int = 2) -> ElasticLink:
 
 def _message(link: ElasticLink, text: bytes = b"poison", **changes: object) -> bytes:
     place = link.place
-    message = Message(place.number, link.rank, place.chain, link.terms.step, last=False, kept=False, blocks=1, body=text)
+    message = Message(
+        place.number, link.rank, place.chain, link.terms.step, last=False, kept=False, blocks=1, step_seconds=0.0, body=text
+    )
     return seal_message(link.signer, replace(message, **changes))
 
 

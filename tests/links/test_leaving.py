@@ -164,6 +164,7 @@ except thinwire.errors.LinkError as error:
 """
 
 
+@pytest.mark.slow  # the quick ones above are about the same goodbye, of ranks that do not hold the store
 def test_the_rank_that_holds_the_store_says_why_it_leaves_before_it_takes_the_store_along(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

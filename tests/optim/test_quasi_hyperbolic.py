@@ -676,6 +676,27 @@ def test_momenta_that_grow_slow_with_the_run_are_unbiased_and_end_at_their_beta(
     assert 0 < reached < 200 or lives < 8, "both regimes were seen"
 
 
+def test_a_switch_may_keep_the_momenta_and_let_betas_grow_from_that_of_the_warm_up() -> None:
+    x, grads = parameter((3,)), noise((3,), 120)
+    opt = QHAdam([x], 0.01, betas=0.99, omegas=0.95, beta2=0.99, lives=4.0, warmup=20, reset="age")
+    u, v, seen = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64), 0.0
+    betas = []
+    for t, g in enumerate(grads, 1):
+        age = t - 20 + 26  # 26 = 4 x 6.58, the half-life of 0.9
+        betas.append(0.9 if t <= 20 else min(0.99, 0.5 ** (4.0 / age)))
+        b, w = betas[-1], 1.0 if t <= 20 else 0.95
+        u, v, seen = b * u + (1 - b) * g, 0.99 * v + 0.01 * g * g, 1 - b * (1 - seen)
+        before = x.detach().clone()
+        drive(opt, [x], [[g]])
+        close(x, before - 0.01 * (w * u / seen + (1 - w) * g) / ((v / (1 - 0.99**t)).sqrt() + 1e-8), 1e-9)
+    assert betas[20] == pytest.approx(0.9, abs=0.005), "no jump"
+    assert sorted(betas) == betas
+    with pytest.raises(ConfigError, match="reset='age' lets betas grow by `lives`"):
+        QHAdam([x], 0.01, warmup=20, reset="age")
+    with pytest.raises(ConfigError, match="reset must be one of True, False, 'age', got 'keep'"):
+        QHAdam([x], 0.01, reset="keep")  # type: ignore[typeddict-item]
+
+
 def test_counts_of_narrow_parameters_survive_a_state_dict() -> None:
     """2,049 is no bfloat16: torch casts all state but the key "step" to the parameters' dtype."""
     x = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))

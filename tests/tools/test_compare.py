@@ -46,17 +46,17 @@ def test_an_arm_is_a_method_with_flags_of_its_own_which_win() -> None:
     words = ["ddp", "diloco --H 16 --lr 0.1", "thin  one = demo --wire 'DCT(64) >> TopK(22) >> Sign()'"]
     arms, flags = parse_arms(words, ["--lr", "0.2", "--steps", "50", "--seeds", "3", "--sim"])
     assert list(arms) == ["ddp", "diloco --H 16 --lr 0.1", "thin one"]
-    assert [config.algorithm for config in arms.values()] == ["ddp", "diloco", "demo"]
-    assert [config.lr for config in arms.values()] == [0.2, 0.1, 0.2]
-    assert arms["diloco --H 16 --lr 0.1"].settings["H"] == 16
-    assert arms["thin one"].wire == "DCT(64) >> TopK(22) >> Sign()"
-    assert all(config.steps == 50 for config in arms.values())
+    assert [config.algorithm for (config,) in arms.values()] == ["ddp", "diloco", "demo"]
+    assert [config.lr for (config,) in arms.values()] == [0.2, 0.1, 0.2]
+    assert arms["diloco --H 16 --lr 0.1"][0].settings["H"] == 16
+    assert arms["thin one"][0].wire == "DCT(64) >> TopK(22) >> Sign()"
+    assert all(config.steps == 50 for (config,) in arms.values())
     assert (flags.seeds, flags.sim, flags.lab) == ("3", True, False)
 
 
 def test_an_equals_sign_of_a_flag_names_nothing() -> None:
     arms, _ = parse_arms(["diloco --H=4", "diloco --wire 'fp32' --H 5"], [])
-    assert [config.settings["H"] for config in arms.values()] == [4, 5]
+    assert [config.settings["H"] for (config,) in arms.values()] == [4, 5]
     assert next(iter(arms)) == "diloco --H=4"
 
 

@@ -126,7 +126,8 @@ def test_settings_of_a_run_that_this_version_does_not_know_are_named() -> None:
 
 def start(*words: str, log: Path) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, *words], stdout=log.open("wb"), stderr=subprocess.STDOUT, env=environment)
+    with log.open("wb") as file:
+        return subprocess.Popen([sys.executable, *words], stdout=file, stderr=subprocess.STDOUT, env=environment)
 
 
 @pytest.mark.slow

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.codecs import DCT, Codec, Identity, Made, Mean, Sign, TopK, TwoBit
-from thinwire.codecs.base import check_codec
+from thinwire.codecs import DCT, Codec, CodecSchedule, Identity, Made, Mean, Sign, Ternary, TopK, TwoBit
 from thinwire.core.optimizer import PolicyOptions, Start
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.slots import overwrite
@@ -64,13 +63,14 @@ class DecoupledDiLoCo(Wrapper):
             them is dropped.
         pace: "equal" steps on all workers; "speed" lets a slower worker take fewer of the H steps of a round, by measured
             speed, and weighs its contribution by the steps it took.
-        codec: what is sent of the momentum.
+        codec: what is sent of the momentum, or a `CodecSchedule`.
         options: see `thinwire.Policy`.
     """
 
     name = "decoupled-diloco"
     synced = frozenset({"param"})
     replicated = frozenset({"anchor", "velocity"})
+    takes_schedules = True
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class DecoupledDiLoCo(Wrapper):
         robust: str = "",
         tau: int = 0,
         pace: Literal["equal", "speed"] = "equal",
-        codec: Codec | None = None,
+        codec: Codec | CodecSchedule | None = None,
         **options: Unpack[PolicyOptions],
     ):
         """Wrap `inner`."""
@@ -98,7 +98,7 @@ class DecoupledDiLoCo(Wrapper):
             raise ConfigError(f"the published rule has beta for its momentum: outer_momentum must be 0, got {outer_momentum!r}")
         if tau and mode == "published":
             raise ConfigError(f"the published rule applies each worker's own D_i at once: tau must be 0, got {tau!r}")
-        codec = DCT(64) >> TopK(128) >> Sign() if codec is None else check_codec(codec)
+        codec = DCT(64) >> TopK(128) >> Sign() if codec is None else codec
         self.mean = Mean.of(over, robust)
         self.mode, self.beta, self.outer = mode, beta, Nesterov(outer_lr, outer_momentum, nesterov)
         if mode == "published":  # nothing is ever made equal again
@@ -114,6 +114,13 @@ class DecoupledDiLoCo(Wrapper):
         codec = Identity(64) >> TopK(64) >> TwoBit()
         paper: dict[str, Any] = {"H": 30, "outer_lr": 1.0, "beta": 0.95, "over": "workers", "codec": codec}
         return cls(inner, link, **(paper | settings))
+
+    @classmethod
+    def coarse(cls, inner: Optimizer, link: Link, **settings: Any) -> Self:
+        """Ours: all entries in three values instead of a few exact ones, leaky feedback, and the shared momentum of DiLoCo."""
+        ours: dict[str, Any] = {"H": 32, "outer_lr": 0.8, "beta": 0.9, "outer_momentum": 0.9, "over": "workers"}
+        ours |= {"codec": Ternary()}
+        return cls(inner, link, **(ours | settings))
 
     @classmethod
     def published(cls, inner: Optimizer, link: Link, **settings: Any) -> Self:
@@ -143,11 +150,7 @@ class DecoupledDiLoCo(Wrapper):
         return self._outgoing([D.clone() for D in self.slot("outgoing")])
 
     def _outgoing(self, D: list[Tensor]) -> Outgoing:
-        m = self.slot("momentum")
-        for flight, exchange in self.unread_rounds():  # m_i as those rounds will leave it
-            for i, fed, sent in zip(flight.which, exchange.outgoing.tensors, exchange.sent, strict=True):
-                m[i] = fed - sent
-        fed = torch._foreach_add(torch._foreach_mul(m, self.beta), D)
+        fed = self.with_feedback(D, "momentum", self.beta)  # beta m_i + D_i
         return self.outgoing(fed, source=D, **self._how())
 
     def _how(self) -> dict[str, Any]:

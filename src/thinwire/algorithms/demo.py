@@ -30,7 +30,7 @@ from typing import Any, Literal, Self, Unpack
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.codecs import DCT, Chain, Codec, Mean, Sign, TopK
+from thinwire.codecs import DCT, Chain, Codec, CodecSchedule, Mean, Sign, TopK
 from thinwire.core.optimizer import Algorithm, PolicyOptions, Start
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.errors import ConfigError, check_choice, check_not_negative
@@ -64,12 +64,14 @@ class DeMo(Algorithm):
         over: mean over the "senders" of an entry, as published, or over all "workers".
         robust: protect the mean from bad contributions: "median", "trimmed=0.25", "clip=1.5"; see `Mean.of`.
         delay: apply a round one step later, so that it travels during the next forward and backward pass.
-        codec: what is sent of the momentum.
+        codec: what is sent of the momentum, or a `CodecSchedule`: more of it in the first rounds.
         options: see `thinwire.Policy`.
     """
 
     name = "demo"
     replicated = frozenset({"param", "m", "v", "updates"})
+    takes_schedules = True
+    second_moment = ("own_v", "own_count")
 
     def __init__(
         self,
@@ -89,25 +91,18 @@ class DeMo(Algorithm):
         over: Literal["senders", "workers"] = "senders",
         robust: str = "",
         delay: bool = False,
-        codec: Codec | None = None,
+        codec: Codec | CodecSchedule | None = None,
         **options: Unpack[PolicyOptions],
     ):
         """Check the settings that all groups share; `add_param_group` checks the others."""
         check_choice("inflow", inflow, ("gradient", "lr", "ema"))
         check_not_negative("clip_norm", clip_norm)
-        codec = Chain.of(codec or DCT(64) >> TopK(128) >> Sign())
+        codec = CodecSchedule.of(codec or DCT(64) >> TopK(128) >> Sign()).map(Chain.of)
         self.mean = Mean.of(over, robust)
         self.inflow, self.clip_norm, self.whiten = inflow, clip_norm, whiten
         group = {"lr": lr, "beta": beta, "alpha": alpha, "phi": phi, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        settings = {
-            **group,
-            "whiten": whiten,
-            "inflow": inflow,
-            "clip_norm": clip_norm,
-            "over": self.mean.over,
-            "robust": robust,
-            "delay": delay,
-        }
+        settings = {**group, "whiten": whiten, "inflow": inflow, "clip_norm": clip_norm}
+        settings |= {"over": self.mean.over, "robust": robust, "delay": delay}
         slots: dict[str, Start] = {"momentum": "coded", "own_v": "zeros", "own_count": "count", "m": "zeros", "v": "zeros"}
         slots["updates"] = "count"
         self.delay, self._clip = delay, 1.0
@@ -147,7 +142,8 @@ class DeMo(Algorithm):
             return
         self._clip = self.clip_factor(self.clip_norm)
         if self.whiten:
-            [count.add_(1) for count in self.slot("own_count")]
+            for count in self.slot("own_count"):
+                count.add_(1)
 
     def send(self) -> Outgoing:
         """Add the gradient to the momentum, and send the fast part: m_i <- beta m_i + s g_i;  q_i <- C(m_i)."""

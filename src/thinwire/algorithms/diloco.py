@@ -8,18 +8,23 @@ Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Mo
                                   a   <- a - eta (D + mu m)                     Nesterov; "eta m" without; "eta D" for mu = 0
                                   x_i <- a
 
+Ours, for codecs that round: r_i <- f r_i + D_i is sent in place of D_i = a - x_i, and what receivers read is taken off again:
+what a codec leaves out is not lost, but sent later (error feedback).
+
 With P parameters and M workers a round's message is N = b (P + M) bytes (b bytes per value), a ring sends 2 N (M - 1) / M of it
-per worker, and there is one round every H steps. Memory: two slots beside the inner optimizer's state.
+per worker, and there is one round every H steps. Memory: two slots beside the inner optimizer's state, three with feedback.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Unpack
+from collections.abc import Mapping
+from typing import Any, Literal, Unpack
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.codecs import Codec, Dense, Mean
+from thinwire.codecs import Codec, CodecSchedule, Dense, Mean
 from thinwire.core.optimizer import PolicyOptions, Start
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.wrapper import Wrapper
@@ -52,13 +57,15 @@ class DiLoCo(Wrapper):
             them is dropped, as in `StreamingDiLoCo` with alpha = 0.
         pace: "equal" steps on all workers; "speed" lets a slower worker take fewer of the H steps of a round, by measured
             speed, and weighs its difference by the steps it took.
-        codec: what is sent of the differences; dense float32 by default.
+        feedback: f, part of rounding errors sent later.
+        codec: what is sent of the differences, or a `CodecSchedule`; dense float32 by default.
         options: see `thinwire.Policy`.
     """
 
     name = "diloco"
     synced = frozenset({"param"})
     replicated = frozenset({"anchor", "momentum"})
+    takes_schedules = True
 
     def __init__(
         self,
@@ -73,18 +80,29 @@ class DiLoCo(Wrapper):
         robust: str = "",
         tau: int = 0,
         pace: Literal["equal", "speed"] = "equal",
-        codec: Codec | None = None,
+        feedback: float = 0.0,
+        codec: Codec | CodecSchedule | None = None,
         **options: Unpack[PolicyOptions],
     ):
         """Wrap `inner`."""
         self.outer, self.merge = Nesterov(outer_lr, outer_momentum, nesterov), Merge(merge)
         self.mean, codec = Mean.of(robust=robust), Dense(gather=True) if robust and codec is None else codec
-        if not self.mean.plain and codec is not None and codec.linear:
+        if not self.mean.plain and codec is not None and any(one.linear for one in CodecSchedule.of(codec).codecs):
             raise ConfigError(f"robust={robust!r} needs messages that are gathered, such as Dense(gather=True), got {codec!r}")
+        if not 0 <= feedback <= 1:
+            raise ConfigError(f"feedback must be from 0 to 1, got {feedback!r}")
+        if feedback and merge != "mean":
+            raise ConfigError(f"feedback={feedback:g} needs merge='mean': lengths are not differences, got merge={merge!r}")
+        self.feedback = feedback
         settings = {"H": H, "outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": nesterov}
         settings |= {"merge": merge, "robust": robust, "tau": tau, "pace": pace}
-        slots: dict[str, Start] = {"anchor": "param", "momentum": "zeros"}
+        settings |= {"feedback": feedback} if feedback else {}
+        slots: dict[str, Start] = {"anchor": "param", "momentum": "zeros", "residual": "zeros"}
         super().__init__(inner, link, H=H, tau=tau, codec=codec, slots=slots, settings=settings, pace=pace, **options)
+
+    def wants(self, slot: str, group: Mapping[str, Any]) -> bool:  # noqa: ARG002
+        """A residual is kept only with feedback."""
+        return slot != "residual" or self.feedback > 0
 
     def send(self) -> Outgoing:
         """How far this worker went."""
@@ -95,12 +113,18 @@ class DiLoCo(Wrapper):
         return self._outgoing([D.clone() for D in self.slot("outgoing")])
 
     def _outgoing(self, D: list[Tensor]) -> Outgoing:
+        if self.feedback:
+            fed = self.with_feedback(D, "residual", self.feedback)  # f r_i + D_i
+            return self.outgoing(fed, want_sent=True, mean=self.mean, weight=self.work(), source=D)
         given, codec = self.merge.outgoing(D, self.shards), self.merge.codec(self.codec, len(D))
         return self.outgoing(given, codec=codec, mean=self.mean, weight=self.work(), source=D)
 
     def apply(self, arrived: Arrived) -> None:
         """The outer step."""
         before, which = self.anchor_before(arrived), arrived.which
+        if self.feedback and arrived.included:  # one whose message was not counted keeps its steps in its parameters
+            rest = torch._foreach_sub(arrived.outgoing.tensors, arrived.sent)
+            torch._foreach_copy_(self.part("residual", which), rest)  # r_i <- f r_i + D_i - what was read
         D = self.merge.merged(arrived.mean, self.shards)  # D <- mean_i D_i
         self.outer.step(self.part("anchor", which), D, self.part("momentum", which))  # m <- mu m + D;  a <- a - eta (D + mu m)
         self.move_to_anchor(arrived, before=before)

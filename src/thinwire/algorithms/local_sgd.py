@@ -64,9 +64,9 @@ class LocalSGD(Wrapper):
     def _check_group(self, group: Mapping[str, Any]) -> None:
         super()._check_group(group)
         for p in group["params"]:
-            if p.requires_grad and not self.codec.holds(p.dtype):
+            if p.requires_grad and not self.codecs.at(1).holds(p.dtype):
                 raise ConfigError(
-                    f"LocalSGD sends parameters themselves, so {self.codec!r} would round {p.dtype} weights at every round: "
+                    f"LocalSGD sends parameters themselves, so {self.codecs!r} would round {p.dtype} weights at every round: "
                     "use a dense codec at least as wide, or DiLoCo(outer_lr=1, outer_momentum=0), which sends differences"
                 )
 

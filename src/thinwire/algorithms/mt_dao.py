@@ -110,8 +110,8 @@ class MTDAO(StateAveraging, Wrapper):
         super()._adopt(group)
         if not self._wrapping:  # the constructor makes the states of all
             self.make_inner_state(known=[state.name for state in self.states])
-            if "residual" not in self._slots and not all(self.codec.holds(p.dtype) for p in group["params"]):
-                raise ConfigError(f"{self.codec!r} would round the parameters added: give all of them to the constructor")
+            if "residual" not in self._slots and not all(self.codecs.at(1).holds(p.dtype) for p in group["params"]):
+                raise ConfigError(f"{self.codecs!r} would round the parameters added: give all of them to the constructor")
 
     def _state(self, name: str, period: Schedule, codec: Codec) -> State:
         if name != "param":

@@ -8,10 +8,11 @@ from thinwire.codecs.dense import WIRE_DTYPES, Dense
 from thinwire.codecs.encoder import Encoded
 from thinwire.codecs.made import Made
 from thinwire.codecs.parts import Parts
+from thinwire.codecs.schedule import CodecSchedule, parse_wire
 from thinwire.codecs.selection import All, RandomK, Striding, TopK
 from thinwire.codecs.text import parse_codec
 from thinwire.codecs.transforms import DCT, Hadamard, Identity, RandomOrthogonal
-from thinwire.codecs.values import Float, Fp4, Int8, Sign, TwoBit
+from thinwire.codecs.values import Float, Fp4, Int8, Sign, Ternary, TwoBit
 
 __all__ = [
     "DCT",
@@ -19,6 +20,7 @@ __all__ = [
     "All",
     "Chain",
     "Codec",
+    "CodecSchedule",
     "Dense",
     "Encoded",
     "Float",
@@ -36,7 +38,9 @@ __all__ = [
     "Sign",
     "Stage",
     "Striding",
+    "Ternary",
     "TopK",
     "TwoBit",
     "parse_codec",
+    "parse_wire",
 ]

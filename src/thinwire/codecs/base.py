@@ -144,5 +144,6 @@ def _trimmed(mean: Mean, tensors: Sequence[Tensor], factors: Sequence[float]) ->
 def check_codec(codec: object) -> Codec:
     """Raise a `ConfigError` for what is no codec, such as the text of one."""
     if not isinstance(codec, Codec):
-        raise ConfigError(f"codec must be a thinwire Codec, got {codec!r}; thinwire.parse_codec makes one of a text")
+        hint = "thinwire.parse_codec makes one of a text, and some methods take a CodecSchedule"
+        raise ConfigError(f"codec must be a thinwire Codec, got {codec!r}; {hint}")
     return codec

@@ -115,6 +115,26 @@ def _unpack_rest(packed: Bytes, r: int, start: int, stop: int) -> Bytes:
     return eights.reshape(-1)[start - 8 * first : stop - 8 * first]
 
 
+# --- Five numbers from 0 to 2 in a byte ------------------------------------------------------------------------------------
+
+_THREES = np.array([1, 3, 9, 27, 81], np.uint8)
+_DIGITS = np.array([[byte // three % 3 for three in (1, 3, 9, 27, 81)] for byte in range(256)], np.uint8)
+MOST_THREES = 242  # the largest byte that five such numbers make
+
+
+def pack_threes(numbers: NDArray[np.integer]) -> Bytes:
+    """Pack numbers from 0 to 2: the first of five counts once, the next three times, then 9, 27 and 81 times."""
+    fives = np.zeros((-(-len(numbers) // 5), 5), np.uint8)
+    fives.reshape(-1)[: len(numbers)] = numbers
+    return fives @ _THREES
+
+
+def unpack_threes(packed: Bytes, start: int, stop: int) -> Bytes:
+    """Numbers `start` to `stop`; of bytes up to 242."""
+    first = start // 5
+    return _DIGITS.take(packed[first : -(-stop // 5)], axis=0).reshape(-1)[start - 5 * first : stop - 5 * first]
+
+
 def padding_is_zero(packed: Bytes, count: int, width: int) -> bool:
     """Whether the bits that fill up the last eight numbers are zero, as they must be."""
     r = width % 8

@@ -196,7 +196,7 @@ class Chain(Stages, Codec):
     Args:
         transform: `DCT`, `Hadamard`, `RandomOrthogonal` or `Identity`.
         selection: `TopK`, `RandomK`, `Striding` or `All`.
-        values: `Float`, `Int8`, `Fp4`, `TwoBit` or `Sign`.
+        values: `Float`, `Int8`, `Fp4`, `TwoBit`, `Ternary` or `Sign`.
         parts: into how many parts a message is cut, with a checksum each; fewer, where there are not so many blocks.
     """
 

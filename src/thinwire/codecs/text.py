@@ -9,14 +9,29 @@ from thinwire.codecs.chain import Chain
 from thinwire.codecs.dense import WIRE_DTYPES, Dense
 from thinwire.codecs.selection import All, RandomK, Striding, TopK
 from thinwire.codecs.transforms import DCT, Hadamard, Identity, RandomOrthogonal
-from thinwire.codecs.values import Float, Fp4, Int8, Sign, TwoBit
+from thinwire.codecs.values import Float, Fp4, Int8, Sign, Ternary, TwoBit
 from thinwire.errors import ConfigError
 
 _STAGES = {
     cls.__name__: cls
-    for cls in (DCT, Hadamard, RandomOrthogonal, Identity, TopK, RandomK, Striding, All, Float, Int8, Fp4, TwoBit, Sign)
+    for cls in (
+        DCT,
+        Hadamard,
+        RandomOrthogonal,
+        Identity,
+        TopK,
+        RandomK,
+        Striding,
+        All,
+        Float,
+        Int8,
+        Fp4,
+        TwoBit,
+        Ternary,
+        Sign,
+    )
 }
-_SHORT = {"int8": Int8, "fp4": Fp4, "2-bit": TwoBit, "1-bit": Sign}
+_SHORT = {"int8": Int8, "fp4": Fp4, "2-bit": TwoBit, "ternary": Ternary, "1-bit": Sign}
 
 
 def parse_codec(text: str) -> Codec:
@@ -24,7 +39,7 @@ def parse_codec(text: str) -> Codec:
 
     Args:
         text: a dense format ("fp32", "bf16", "fp16", averaged on the wire), a format with scales for all values ("int8", "fp4",
-            "2-bit", "1-bit"), or stages with their settings, joined by >>; `(...).split(4)` for messages of 4 parts.
+            "2-bit", "ternary", "1-bit"), or stages with their settings, joined by >>; `(...).split(4)` for messages of 4 parts.
 
     Raises:
         ConfigError: showing what is not understood, and what would be.

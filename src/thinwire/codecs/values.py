@@ -1,4 +1,4 @@
-"""How kept values are written: as floats, int8, fp4, two bits or one. A sender takes off its buffer what receivers read.
+"""How kept values are written: as floats, int8, fp4, two bits, three values or one bit. A sender takes off what is read.
 
 Values come as one long row, in groups that share a scale; no group has values of two tensors. Scales are bfloat16: the range of
 float32 in two bytes. The error of every rounding, that of the scale too, stays with the sender: `encode` returns what `decode`
@@ -9,19 +9,29 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from thinwire.codecs.bits import Bytes, pack, packed_nbytes, padding_is_zero, unpack
+from thinwire.codecs.bits import (
+    MOST_THREES,
+    Bytes,
+    pack,
+    pack_threes,
+    packed_nbytes,
+    padding_is_zero,
+    unpack,
+    unpack_threes,
+)
 from thinwire.codecs.chain import Float, Stage
 from thinwire.codecs.registry import VALUE_FORMATS
 from thinwire.codecs.stages import RUN, Floats, Indices, Row, Values, finite
 from thinwire.errors import WireError, check_whole_number
 from thinwire.kernels import library
 
-__all__ = ["Float", "Floats", "Fp4", "Int8", "Row", "Scaled", "Sign", "TwoBit", "Values"]
+__all__ = ["Float", "Floats", "Fp4", "Int8", "Row", "Scaled", "Sign", "Ternary", "TwoBit", "Values"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,7 +43,7 @@ class Scaled(Values, Stage):
     """
 
     group: int = 0
-    width = 8  # bits per value
+    width: ClassVar[float] = 8  # bits per value
     scales = 1  # scales per group
 
     def __post_init__(self) -> None:
@@ -65,7 +75,7 @@ class Scaled(Values, Stage):
 
     def nbytes_of(self, row: Row) -> int:
         """Two bytes per scale, and the packed codes."""
-        return self._head(row) + packed_nbytes(row.count, self.width)
+        return self._head(row) + self._codes_nbytes(row.count)
 
     def _head(self, row: Row) -> int:
         """Bytes of all scales."""
@@ -85,7 +95,7 @@ class Scaled(Values, Stage):
             here = borders[first : first + run + 1]
             at = slice(here[0], here[-1])
             scales[first : first + run], codes[at], read[at] = self._write(values[at], np.diff(here))
-        return np.concatenate([_bf16_bytes(scales), pack(codes, self.width)]), read
+        return np.concatenate([_bf16_bytes(scales), self._pack(codes)]), read
 
     def _write(self, values: Floats, counts: Indices) -> tuple[Floats, NDArray[np.integer], Floats]:
         """Scales [groups, scales], codes and what they are read as, of groups of so many values."""
@@ -113,7 +123,7 @@ class Scaled(Values, Stage):
             self._check_scales(scales)
             if stop == row.count:
                 self._check_padding(raw[head:], row.count)
-        codes = unpack(raw[head:], row.count, self.width, start, stop)
+        codes = self._unpack(raw[head:], row.count, start, stop)
         if check:
             self._check_codes(codes)
         values = self._scale(codes, scales, np.diff(borders[first : last + 1].clip(start, stop)))
@@ -137,8 +147,17 @@ class Scaled(Values, Stage):
             raise WireError(f"a negative scale: {scales.min()}")
 
     def _check_padding(self, codes: Bytes, count: int) -> None:
-        if not padding_is_zero(codes, count, self.width):
+        if not padding_is_zero(codes, count, int(self.width)):
             raise WireError("the padding of a value section is not zero")
+
+    def _codes_nbytes(self, count: int) -> int:
+        return packed_nbytes(count, int(self.width))
+
+    def _pack(self, codes: NDArray[np.integer]) -> Bytes:
+        return pack(codes, int(self.width))
+
+    def _unpack(self, packed: Bytes, count: int, start: int, stop: int) -> NDArray[np.integer]:
+        return unpack(packed, count, int(self.width), start, stop)
 
     def _scale(self, codes: NDArray[np.integer], scales: Floats, counts: Indices) -> Floats:
         """Values of codes, in groups of so many."""
@@ -235,6 +254,63 @@ class TwoBit(Scaled):
 
 
 @dataclass(frozen=True, repr=False)
+class Ternary(Scaled):
+    """Minus one, zero or one times a scale, five values in a byte: those become zero whose loss costs the least squared error.
+
+    Of a group the j largest |x| are kept and read as their mean c / j, which leaves an error of sum x^2 - c^2 / j: j is that of
+    the least. Codes are 0, 1 for plus and 2 for minus.
+    """
+
+    group: int = 256
+    width = 1.6
+
+    def group_of(self, k: int) -> int:  # noqa: ARG002
+        """256 in blocks too."""
+        return self.group or 256
+
+    def _quantise(self, groups: Floats, counts: Floats) -> tuple[Floats, NDArray[np.integer]]:  # noqa: ARG002
+        size = np.abs(groups)
+        largest = -np.sort(-size, axis=1)
+        sums = np.cumsum(largest, axis=1, dtype=np.float64)
+        many = np.arange(1, size.shape[1] + 1)
+        best = np.argmax(sums * sums / many, axis=1)[:, None]  # of those with a NaN its place, so that the scale is NaN
+        least, mean = np.take_along_axis(largest, best, 1), np.take_along_axis(sums, best, 1) / (best + 1)
+        kept = (size >= least) & (size > 0)
+        return _bf16(mean.astype(np.float32)), (kept * (1 + np.signbit(groups))).astype(np.uint8)
+
+    def _restore(self, codes: NDArray[np.integer], scales: Floats) -> Floats:
+        return _THREE.take(codes) * scales[..., 0]
+
+    def check(self, raw: Bytes, row: Row) -> float:
+        """The largest scale; bytes that no five values make are refused."""
+        scales = self._checked_scales(raw, row)
+        self._check_bytes(raw[self._head(row) :])
+        return float(scales.max(initial=0))
+
+    def _check_padding(self, codes: Bytes, count: int) -> None:
+        if count % 5 and codes[-1] >= 3 ** (count % 5):
+            raise WireError("the padding of a value section is not zero")
+
+    @staticmethod
+    def _check_bytes(codes: Bytes) -> None:
+        if (codes > MOST_THREES).any():
+            raise WireError(f"a byte of {codes.max()}, where five values of three make at most {MOST_THREES}")
+
+    def _codes_nbytes(self, count: int) -> int:
+        return -(-count // 5)
+
+    def _pack(self, codes: NDArray[np.integer]) -> Bytes:
+        return pack_threes(codes)
+
+    def _unpack(self, packed: Bytes, count: int, start: int, stop: int) -> NDArray[np.integer]:  # noqa: ARG002
+        self._check_bytes(packed[start // 5 : -(-stop // 5)])
+        return unpack_threes(packed, start, stop)
+
+
+_THREE = np.array([0.0, 1.0, -1.0], np.float32)
+
+
+@dataclass(frozen=True, repr=False)
 class Sign(Scaled):
     """The sign alone, times mean |x| of the group, which is the scale of least squared error. The bit is set for minus."""
 
@@ -279,3 +355,4 @@ VALUE_FORMATS.add(5, Int8)
 VALUE_FORMATS.add(6, Fp4)
 VALUE_FORMATS.add(7, TwoBit)
 VALUE_FORMATS.add(8, Sign)
+VALUE_FORMATS.add(9, Ternary)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -61,8 +61,17 @@ class Buffers:
             mean = self._mean_of_the_others(link, shards, refusal, round)
         mean = [m.contiguous() for m in mean]
         shards.average_(mean)
-        self.agreed, self.averaged = [m.clone() for m in mean], True
-        for b, agreed in zip(mine, mean, strict=True):
+        self.agree_on(mean)
+
+    def agree_on(self, mean: Sequence[Tensor]) -> None:
+        """Take these values, as all workers do."""
+        self.agreed = [m.to(b, copy=True) for b, m in zip(self.local(), mean, strict=True)]
+        self.averaged = True
+        self.restore()
+
+    def restore(self) -> None:
+        """Go back to the values that all workers agreed on last, if they ever have."""
+        for b, agreed in zip(self.local(), self.agreed, strict=True) if self.averaged else ():
             b.copy_(agreed)
 
     def _mean_of_the_others(self, link: Link, shards: Shards, refusal: NonFiniteRound, round: int) -> list[Tensor]:

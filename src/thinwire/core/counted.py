@@ -7,15 +7,18 @@ manifest has looked at.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from thinwire.codecs.base import Messages
 from thinwire.codecs.chain import Chain
+from thinwire.codecs.dense import Dense
 from thinwire.codecs.parts import framed, framed_nbytes, unframed
 from thinwire.codecs.wire import Envelope, unseal
 from thinwire.core.exchange import Gathered
@@ -25,6 +28,9 @@ from thinwire.errors import WireError
 from thinwire.network import Op
 from thinwire.payload import LARGEST, Payload, all_finite
 
+log = logging.getLogger("thinwire")
+
+BUFFERS = Dense(gather=True)  # the last part of messages in which buffers are averaged
 SLICES = 64  # parts of the replicated state, of which each round's messages hold the hash of one
 
 
@@ -38,12 +44,14 @@ class Verdict:
         invalid: ids of those whose contribution is not finite, or too large.
         majority: the hash that most workers have of their replicated state; 0 where none gives one, None where there is no
             majority.
+        buffers: their mean over the messages that are applied; empty where there are none, or none that is finite.
     """
 
     arrived: Arrived | None = None
     left_out: dict[int, str] = field(default_factory=dict)
     invalid: set[int] = field(default_factory=set)
     majority: int | None = 0
+    buffers: list[Tensor] = field(default_factory=list)
 
 
 class Counted(Gathered):
@@ -52,12 +60,14 @@ class Counted(Gathered):
     Args:
         arguments: see `Exchange`.
         state_hash: of a slice of this worker's replicated state, as it was before the round; 0 where there is none.
+        buffers: that are part of the messages of this round.
         options: see `Exchange`.
     """
 
-    def __init__(self, *arguments: Any, state_hash: int = 0, **options: Any):
+    def __init__(self, *arguments: Any, state_hash: int = 0, buffers: Sequence[Tensor] = (), **options: Any):
         """Encode the message and post it, or only prepare to read those of others."""
-        self.state_hash = state_hash
+        self.state_hash, self.buffers = state_hash, buffers
+        self._theirs: dict[int, Payload] = {}  # the part of each message that holds buffers
         super().__init__(*arguments, **options)
 
     def _envelope(self, invalid: bool) -> Envelope:
@@ -65,7 +75,10 @@ class Counted(Gathered):
         return Envelope(self.peers.id, weight, invalid=invalid, state_hash=self.state_hash)
 
     def _message(self, body: Payload, invalid: bool) -> tuple[Payload, Op]:
-        return super()._message(body.like(framed(self.codec, body, self.like)), invalid)
+        raw = framed(self.codec, body, self.like)
+        if self.buffers:
+            raw = torch.cat([raw, BUFFERS.encode(self.buffers).data.to(raw.device)])
+        return super()._message(body.like(raw), invalid)
 
     def judge(self, payloads: Sequence[Payload]) -> Verdict:
         """Read the messages of a round, and leave out those that are not what they should be."""
@@ -89,14 +102,30 @@ class Counted(Gathered):
             elif verdict.majority is not None:
                 kept.append((body, envelope))
         self._combine(kept, verdict)
+        if self.buffers and verdict.arrived is not None:
+            verdict.buffers = self._mean_of_buffers(verdict.arrived.ids)
         return verdict
 
     def _open_one(self, payload: Payload, sender: int) -> tuple[Payload, Envelope]:
-        nbytes = framed_nbytes(self.codec, self.like)
+        own = framed_nbytes(self.codec, self.like)
+        nbytes = own + buffers_nbytes(self.buffers)
         body, envelope = unseal(payload, fingerprint=self._fingerprint, round=self.round, sender=sender, nbytes=nbytes)
         if self.weight is None and envelope.weight != 1:
             raise WireError(f"weight {envelope.weight:g}, where none is given", rank=sender)
-        return body if envelope.invalid else unframed(self.codec, body, self.like), envelope
+        if envelope.invalid:
+            return body, envelope
+        if self.buffers:
+            self._theirs[sender] = body.like(body.data[own:].clone())  # a copy: numbers must be aligned
+            BUFFERS.decode(self._theirs[sender], self.buffers)
+        return unframed(self.codec, body.like(body.data[:own]), self.like), envelope
+
+    def _mean_of_buffers(self, ids: Sequence[int]) -> list[Tensor]:
+        """The mean of the buffers in these workers' messages, without those that are not finite."""
+        sound = [i for i in ids if all_finite(BUFFERS.decode(self._theirs[i], self.buffers), LARGEST)]
+        for odd in sorted(set(ids) - set(sound)):
+            log.warning("buffers: NaN or Inf in those of worker %d; it takes the mean of the others", odd)
+        messages = Messages([self._theirs[i] for i in sound], self.buffers, self.round, ids=sound)
+        return BUFFERS.combine(messages) if sound else []
 
     def _combine(self, kept: list[tuple[Payload, Envelope]], verdict: Verdict) -> None:
         """The mean of the messages, without those that turn out to be unsound."""
@@ -127,6 +156,11 @@ class Counted(Gathered):
             received = self.codec.receive(Messages([body], self.like, self.round))
             return received.safe and received.largest <= LARGEST
         return all_finite(self.codec.decode(body, self.like, round=self.round), LARGEST)
+
+
+def buffers_nbytes(buffers: Sequence[Tensor]) -> int:
+    """Bytes that buffers add to a message."""
+    return BUFFERS.nbytes(buffers) if buffers else 0
 
 
 def _majority(hashes: Sequence[int]) -> int | None:

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from thinwire.core.counted import Counted, Verdict, slice_hash
-from thinwire.core.door import check_door
+from thinwire.core.counted import Counted, Verdict, buffers_nbytes, slice_hash
 from thinwire.core.history import History
 from thinwire.core.ledger import Ledger
 from thinwire.core.outgoing import Outgoing
@@ -26,7 +26,7 @@ from thinwire.core.policy import Policy
 from thinwire.core.rates import Rates
 from thinwire.core.rounds import InFlight, RoundEngine
 from thinwire.errors import ConfigError, Diverged, NonFiniteRound, RoundAborted
-from thinwire.links.elastic import Decided, RoundGone
+from thinwire.links.decided import Decided, Moved, RoundGone
 from thinwire.links.manifest import Manifest, Terms
 from thinwire.payload import LARGEST, all_finite, zero_invalid_
 
@@ -93,9 +93,9 @@ class ElasticEngine(RoundEngine):
         """Take the state of the run, follow it to its newest round, and be expected in the next one."""
         opt, self.rates.schedulers = self.opt, tuple(schedulers)
         self.link.terms = self._terms(0)
-        check_door(self.link, opt, compare_values=self.link.archive.newest() < 0)
-        self.history.begin_at_checkpoint(needed=False)
+        self.history.settle()
         self.follow()
+        self.history.hold_state()
         self.history.enter()
         self.joined = opt.handshake_done = True
         if opt.steps:
@@ -104,10 +104,14 @@ class ElasticEngine(RoundEngine):
     def follow(self) -> int:
         """Apply all rounds that are decided, without a message; how many there were."""
         if not self.joined:
-            full = self.opt.message_of(tuple(range(self.opt.schedule.fragments)))
-            assert full is not None
-            self.link.longest = full.nbytes(1, gathered=True)
+            self.link.longest = self._longest()
         return self.history.follow()
+
+    def _longest(self) -> int:
+        """Bytes of the longest message that a worker of this run may send."""
+        everything = tuple(range(self.opt.schedule.fragments))
+        full = [self.opt.message_of(everything, round=round) for round in self.opt.codecs.first_rounds]
+        return max(out.nbytes(1, gathered=True) for out in full if out is not None) + buffers_nbytes(self.opt.buffers)
 
     # --- Taking part ------------------------------------------------------------------------------------------------------
 
@@ -138,9 +142,12 @@ class ElasticEngine(RoundEngine):
 
     def finish(self) -> None:
         """Bring in what no round has counted yet, and tell the others that the run has ended."""
+        if self.joined and not self.link.ended:
+            self._end_run()
+        self.opt.buffer_average.restore()
+
+    def _end_run(self) -> None:
         everything = tuple(range(self.opt.schedule.fragments))
-        if not self.joined or self.link.ended:
-            return
         if self.carrying and "param" not in self.opt.replicated:
             counted = self._round(self.opt.steps, everything, self.opt.send, last=True)
             for _ in range(_RESENDS):
@@ -188,13 +195,19 @@ class ElasticEngine(RoundEngine):
         self.begin(flight)
         self.link.terms, self.link.kept = self._terms(step, last=last), kept
         self.link.blocks = self.ledger.up_to(self.link.rank, self.worked_on)
+        self.link.step_seconds = 0.0 if opt.pace is None else opt.pace.seconds
         out = make()
         if self._mark_invalid(flight.number, again=False):
             out = replace(out, invalid=True)
         opt.remember(out)
-        exchange = self._exchange(flight, out, read_only=False)
         try:
+            exchange = self._exchange(flight, out, read_only=False)
             exchange.ticket.wait()
+        except Moved as moved:
+            opt.set_counter("thinwire_step", self.link.place.step)  # what the run has counted: others may take this state
+            self.history.found_again(moved)
+            self._left_out += 1  # what this round did not bring in is sent again at once
+            return not self.carrying
         except RoundGone as gone:
             self.history.take_checkpoint(str(gone), after=gone.number)
             return True  # nothing is left to send again
@@ -211,8 +224,14 @@ class ElasticEngine(RoundEngine):
             round=flight.number,
             largest=LARGEST,
             state_hash=self._hash(flight.number),
+            buffers=self._buffers(flight),
         )
         return flight.exchange
+
+    def _buffers(self, flight: InFlight) -> list[Tensor]:
+        """Those that are averaged in a round."""
+        due = flight.last or flight.number % self.opt.buffers_every == 0
+        return self.opt.buffer_average.local() if due else []
 
     def _terms(self, step: int, *, last: bool = False) -> Terms:
         return Terms(step, last, self.rates.told())
@@ -225,6 +244,7 @@ class ElasticEngine(RoundEngine):
     def _hash(self, number: int) -> int:
         """Of a slice of the replicated state; of all of it in the round after a checkpoint, which may be a wrong one."""
         state, every = [t for tensors in self.opt.replicated_state().values() for t in tensors], self.link.checkpoint_every
+        state += self.opt.buffer_average.agreed if self.opt.buffer_average.averaged else []
         return slice_hash(state, number, whole=bool(every) and number % every == 1 % every)
 
     # --- What a round brings --------------------------------------------------------------------------------------------
@@ -240,16 +260,18 @@ class ElasticEngine(RoundEngine):
         terms, flight = manifest.terms, self.current
         opt.set_counter("thinwire_round", manifest.number)
         opt.set_counter("thinwire_step", terms.step)
+        if opt.pace is not None:
+            opt.pace.told(decided.step_seconds, terms.step)
         due, which = self._which(terms.step, last=terms.last)
         if not manifest.counted or not which:
-            self._settle(decided, Verdict())
+            self._book(decided, Verdict())
             return False
         if exchange is None or (flight.step, flight.last) != (terms.step, terms.last):
             flight = InFlight(manifest.number, terms.step, due, which, terms.last, opt.link.peers())
             self.begin(flight)
             exchange = self._exchange(flight, opt.send(), read_only=True)
         verdict = exchange.judge(decided.messages)
-        self._settle(decided, verdict)
+        self._book(decided, verdict)
         for sender, why in verdict.left_out.items():
             log.warning("round %d: worker %d is left out: %s", manifest.number, sender, why)
         if self._diverged(manifest, verdict, exchange.state_hash):
@@ -260,7 +282,7 @@ class ElasticEngine(RoundEngine):
         self.history.write_in_turn(manifest, mine=decided.mine)
         return included
 
-    def _settle(self, decided: Decided, verdict: Verdict) -> None:
+    def _book(self, decided: Decided, verdict: Verdict) -> None:
         """Book what is applied as counted, and what gave NaN or Inf, which is not tried again; the rest is still to be sent."""
         manifest = decided.manifest
         applied = set(decided.blocks) - set(verdict.left_out) if verdict.arrived is not None else set()
@@ -282,6 +304,8 @@ class ElasticEngine(RoundEngine):
         included = verdict.arrived.included and decided.mine
         with self.rates.of_round(decided.manifest.terms.lr, keep=self.history.replaying):
             self.apply(flight, replace(verdict.arrived, included=included))
+        if verdict.buffers:
+            opt.buffer_average.agree_on(verdict.buffers)
         if opt.whole_round():
             opt.set_counter("thinwire_synced", opt.steps)
             self.carrying = self.carrying and not included
@@ -351,7 +375,8 @@ def _check_supported(opt: Algorithm, tau: int) -> None:
         raise ConfigError(f"{name} exchanges in pairs, of which no manifest tells: it needs workers that stay")
     if tau:
         raise ConfigError(
-            f"on an elastic link a round is applied before the next step: {name} needs tau=0 (delay=False), got {tau}"
+            f"on an elastic link a round is applied before the next step, since its manifest says what to train on: {name} "
+            f"needs tau=0 (delay=False), got {tau}"
         )
     if "param" not in opt.replicated and not ("anchor" in opt.replicated and "anchor" in opt._slots):
         raise ConfigError(f"the workers of {name} with these settings have no state in common that one who joins could take")
@@ -359,5 +384,3 @@ def _check_supported(opt: Algorithm, tau: int) -> None:
         raise ConfigError(
             "a model that is sharded cannot be trained on an elastic link: all its shards would have to join as one"
         )
-    if opt.buffers:
-        raise ConfigError("buffers are not averaged on an elastic link: use a model without BatchNorm, or leave buffers= out")

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from thinwire.codecs import Codec, Dense
+from thinwire.codecs import Codec, CodecSchedule, Dense
 from thinwire.codecs.base import check_codec
 from thinwire.core import gates
 from thinwire.core.buffers import Buffers
@@ -48,7 +48,7 @@ class Algorithm(JoiningOptimizer, Reporting):
         defaults: settings that may differ per group, such as lr.
         H: exchange every H steps, or a `Schedule`.
         tau: steps between sending and applying a round.
-        codec: what is sent.
+        codec: what is sent; a `CodecSchedule` where the method takes one.
         slots: name -> "zeros", "param", "coded" or "count": state kept per parameter, made at once, in float32 or wider. A
             "coded" one has the shape that the codec's chain keeps for it (`Chain.slot_shapes`), a "count" is a single number.
             A function makes a slot of a shape of its own, such as low-rank moments; None for parameters without it.
@@ -60,6 +60,8 @@ class Algorithm(JoiningOptimizer, Reporting):
     needs_whole_tensors: ClassVar[bool] = False  # cannot train a model that is sharded
     pace: Pace | None = None  # of workers that take different numbers of steps per round
     takes_over: ClassVar[tuple[str, ...]] = ()  # slots that it takes from the inner optimizer of a start, where that has them
+    takes_schedules: ClassVar[bool] = False  # whether it may have other codecs in later rounds
+    second_moment: ClassVar[tuple[str, str] | None] = None  # slots of this worker's own, and of how many gradients it is
     in_pairs: ClassVar[bool] = False  # a round is between two workers: one pair may refuse it while the others take it
 
     # GradScaler then always calls step() and leaves the unscaling to us. Without it, the one worker that found an Inf would
@@ -75,7 +77,7 @@ class Algorithm(JoiningOptimizer, Reporting):
         defaults: dict[str, Any] | None = None,
         H: int | Schedule = 1,
         tau: int = 0,
-        codec: Codec | None = None,
+        codec: Codec | CodecSchedule | None = None,
         slots: Mapping[str, Start] | None = None,
         settings: Mapping[str, object] | None = None,
         **options: Unpack[PolicyOptions],
@@ -87,13 +89,15 @@ class Algorithm(JoiningOptimizer, Reporting):
         self.link, self.meter = metered(link)
         self.schedule, self.watch = as_schedule(H), Watch()
         self.peers = link.peers()  # of the round at hand
-        codec = Dense() if codec is None else check_codec(codec)
+        if not (isinstance(codec, CodecSchedule) and self.takes_schedules):
+            codec = Dense() if codec is None else check_codec(codec)
         if self.schedule.fragments > 1 and not self.sends_fragments:
             raise ConfigError(f"{type(self).__name__} sends the model whole, got a schedule of fragments: {self.schedule!r}")
         self.buffer_average = Buffers(self.policy.buffers)
         self.buffers = self.buffer_average.tensors
         every_step = bool(self.schedule.due(1) and self.schedule.due(2))
-        self.buffers_every = self.policy.buffers_every or (32 if every_step else 1)
+        # In rounds whose messages they are part of they cost no exchange of their own.
+        self.buffers_every = self.policy.buffers_every or (32 if every_step and link.elastic is None else 1)
         give_up_after = self.policy.give_up_after
         self.give_up_after = (32 if every_step else 8) if give_up_after is None else give_up_after
         self.due: tuple[int, ...] = ()
@@ -194,14 +198,20 @@ class Algorithm(JoiningOptimizer, Reporting):
         return [0 if out is None else out.nbytes(workers, gathered=gathered) for out in messages]
 
     @torch.no_grad()
-    def message_of(self, due: tuple[int, ...]) -> Outgoing | None:
-        """What this worker would send in a round in which these states or fragments are due; None of an empty fragment."""
-        before = self.due, self.peers
+    def message_of(self, due: tuple[int, ...], *, round: int | None = None) -> Outgoing | None:
+        """What this worker would send in a round in which these states or fragments are due; None of an empty fragment.
+
+        Args:
+            due: the states or fragments.
+            round: number of the round; by default the next one.
+        """
+        before, at_hand = (self.due, self.peers), self.engine.current
         self.due, self.peers = due, self.link.peers()
+        self.engine.current = replace(at_hand, number=self.rounds + 1 if round is None else round)
         try:
             return self.send() if self.which(due) else None
         finally:
-            self.due, self.peers = before
+            (self.due, self.peers), self.engine.current = before, at_hand
 
     def kinds_of_rounds(self) -> list[tuple[int, ...]]:
         """What is due in each of the rounds in which everything is sent once; one full round for most."""
@@ -250,16 +260,22 @@ class Algorithm(JoiningOptimizer, Reporting):
         return {
             "algorithm": type(self).__name__,
             "schedule": repr(self.schedule),
-            "codec": repr(self.codec),
+            "codec": repr(self.codecs),
             **{k: gates.plain(v) for k, v in self.settings.items()},
             **policy,
             "buffers": [describe(local(b)) for b in self.buffers],
             **gates.describe_parameters(self),
-            **({gates.KERNELS: told} if (told := self.codec.arithmetic(self.params()[0].device)) else {}),
+            **self._arithmetic(),
             "steps so far": self.common_steps,
             "rounds so far": self.rounds,
             **gates.hashes_of_replicated(self),
         }
+
+    def _arithmetic(self) -> dict[str, object]:
+        """The kernels that decode messages, where there are several whose last bits differ."""
+        device = self.params()[0].device
+        told = next(filter(None, (codec.arithmetic(device) for codec in self.codecs.codecs)), "")
+        return {gates.KERNELS: told} if told else {}
 
     def joiner_copies(self, key: str) -> bool:  # noqa: ARG002
         """Whether a worker that joins may copy this of any other's own state ("param", a slot, "inner.exp_avg", ...).

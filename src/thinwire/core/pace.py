@@ -7,11 +7,15 @@ where the fastest needs t_min takes
 
 of them, and each of its steps moves its counter on by H / quota (rounded so that the last one arrives at H). So the counter is
 the same on all workers at every round, and learning rate schedules, checkpoints and the end of a run need not know of it.
+
+Workers that stay tell each other their seconds after a round. Where workers come and go, the seconds of a worker are in its
+message, and a round tells those of the workers that it counts.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -39,6 +43,7 @@ class Pace:
         self.state: Tensor = torch.tensor([H, 0, 0], dtype=torch.float64)
         self._since: float | None = None
         self._seconds: list[float] = []
+        self._measured = 0.0  # before `_seconds` was emptied
 
     @property
     def quota(self) -> int:
@@ -62,10 +67,11 @@ class Pace:
     def next_step(self, step: int) -> int:
         """The counter after one more step of this worker."""
         done, quota = int(self.state[1]), self.quota
-        start = step - done * self.H // quota
+        start = step - step % self.H
         self.state[1] = (done + 1) % quota
         self.state[2] += 1
-        return start + (done + 1) * self.H // quota
+        # Further than that only where a run goes on in the middle of a round, after a `finish()` that did not end it.
+        return max(step + 1, start + (done + 1) * self.H // quota)
 
     def worked(self) -> None:
         """A local step has just been taken."""
@@ -84,6 +90,11 @@ class Pace:
         """The step was not taken after all: no work was done."""
         self.state[2] -= 1
 
+    @property
+    def seconds(self) -> float:
+        """The median of this worker's steps since the last round, or before; 0 where none was timed."""
+        return statistics.median(self._seconds) if self._seconds else self._measured
+
     def agree(self, shards: Shards, *, settle: bool) -> None:
         """After a round: tell the others how fast this worker is and find its quota for the next one.
 
@@ -91,14 +102,27 @@ class Pace:
             shards: the processes that share this worker's model, and must find the same quota.
             settle: whether this worker has taken all its steps of the round, so that its quota may change.
         """
-        mine = statistics.median(self._seconds) if self._seconds else 0.0
-        total, count = shards.totals([mine, 1.0])
+        total, count = shards.totals([self.seconds, 1.0])
         mine = total / count
         told = self.link.all_gather(say_number(mine, "pace"))
         seconds = [read_number(p, rank) for rank, p in enumerate(told)]
-        if not settle:
-            return
-        self._seconds = []
+        if settle:
+            self._settle(mine, min(seconds))
+
+    def told(self, seconds: Iterable[float], step: int) -> None:
+        """After a round of workers that come and go: find the quota from the seconds of those who were counted.
+
+        Args:
+            seconds: of a step of each; 0 of one that has timed none.
+            step: of the run's counter, where this worker goes on whatever it has done since the round before.
+        """
         self.state[1] = 0
-        if min(seconds) > 0:  # else somebody has not been timed yet
-            self.state[0] = max(1, round(self.H * min(seconds) / mine))
+        theirs = [s for s in seconds if s > 0]
+        if theirs and self.in_step(step):
+            self._settle(self.seconds, min(self.seconds, *theirs))
+
+    def _settle(self, mine: float, fastest: float) -> None:
+        self._measured, self._seconds = mine, []
+        self.state[1] = 0
+        if fastest > 0:  # else somebody has not been timed yet
+            self.state[0] = max(1, round(self.H * fastest / mine))

@@ -45,6 +45,7 @@ class Phases(Optimizer):
         steps: how many the start takes.
         start: makes what takes the first steps, from (inner, link).
         then: makes what takes over.
+        second_moments: give the inner optimizer of the method the second moments of a start that has its own, such as DeMo.
 
     Attributes:
         start_steps: how many the start takes.
@@ -52,12 +53,13 @@ class Phases(Optimizer):
 
     _step_supports_amp_scaling = True  # as of any Algorithm
 
-    def __init__(self, inner: Optimizer, link: Link, *, steps: int, start: Make, then: Make):
+    def __init__(self, inner: Optimizer, link: Link, *, steps: int, start: Make, then: Make, second_moments: bool = False):
         """Make the start; the method is made when its turn comes."""
         check_whole_number("steps", steps)
         if not isinstance(inner, Optimizer):
             raise ConfigError(f"the inner optimizer must be a torch.optim.Optimizer, got {type(inner).__name__}")
         self.inner, self.start_steps, self._start, self._then = inner, steps, start, then
+        self._second_moments = second_moments
         self.link, self.meter = metered(link)
         self._turn = _Turn(self._made(start), starting=True)
         self._wrapping = True
@@ -94,6 +96,8 @@ class Phases(Optimizer):
             before.finish()
         self._put_to_work(self._then)
         take_over(self.at_work, before)
+        if self._second_moments and isinstance(self.at_work, Wrapper):
+            hand_over_second_moments(self.at_work, before)
         self._follow()
 
     def be_at(self, step: int) -> Algorithm:
@@ -217,3 +221,31 @@ def take_over(optimizer: Algorithm, before: Algorithm) -> None:
             theirs = known.get(p, {}).get(name)
             if name in state and theirs is not None and state[name].shape == theirs.shape:
                 state[name].copy_(theirs)
+
+
+def hand_over_second_moments(optimizer: Wrapper, before: Algorithm) -> None:
+    """Give an inner Adam the second moments that a worker's own gradients had in a start without an inner optimizer.
+
+    Local steps are divided by the size of a worker's own gradients, which is what such a start has kept. Momenta begin at zero.
+    """
+    if before.second_moment is None:
+        return
+    moment, count = before.second_moment
+    optimizer.make_inner_state()
+    betas = {p: _beta2(group) for group in before.param_groups for p in group["params"]}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            theirs, mine = before.own_state.get(p, {}), optimizer.inner.state.get(p, {})
+            if moment not in theirs or "exp_avg_sq" not in mine or not float(theirs[count]):
+                continue
+            t = float(theirs[count])
+            grown = 1 - _beta2(group) ** t  # of a moment that has seen t gradients
+            mine["exp_avg_sq"].copy_(theirs[moment] * (grown / (1 - betas[p] ** t)))
+            mine["step"].fill_(t)
+            if "step_seen" in mine:  # of quasi-hyperbolic optimizers, whose second moment comes last
+                mine["step_of_reset"].fill_(t)
+                mine["step_seen"][-1] = grown
+
+
+def _beta2(group: Mapping[str, Any]) -> float:
+    return group["beta2"] if "beta2" in group else group["betas"][1]

@@ -224,7 +224,7 @@ class RoundEngine:
         """Apply what all workers apply."""
         opt = self.opt
         self.begin(flight)
-        if opt.pace is not None:
+        if opt.pace is not None and arrived.included:
             opt.pace.committed()
         opt.committed()
         with opt.watch.measured(opt, flight.which):

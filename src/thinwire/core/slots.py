@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thinwire.codecs import Chain, Codec
+from thinwire.codecs import Chain, Codec, CodecSchedule
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.payload import LARGEST, all_finite
 from thinwire.sharding.shards import Shards, local, reshard
@@ -45,12 +45,12 @@ class SlotOptimizer(Optimizer):
         params: Iterable[Any],
         defaults: dict[str, Any],
         *,
-        codec: Codec,
+        codec: Codec | CodecSchedule,
         slots: Mapping[str, Start],
         settings: Mapping[str, object],
     ):
         """Make every slot."""
-        self.codec, self.settings = codec, dict(settings)
+        self.codecs, self.settings = CodecSchedule.of(codec), dict(settings)
         self._slots = dict(slots)
         self._active: list[Tensor] = []
         self._frozen: list[Tensor] = []
@@ -212,7 +212,8 @@ class SlotOptimizer(Optimizer):
         names = [name for name, start in self._slots.items() if start == "coded"]
         if not names or not self._active:
             return
-        shapes = Chain.of(self.codec).slot_shapes(self.params())
+        self.codecs.check_slots(self.params())
+        shapes = Chain.of(self.codecs.codecs[0]).slot_shapes(self.params())
         for p, shape in zip(self._active, shapes, strict=True):
             for name in names:
                 before = self.own_state[p].get(name)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from thinwire.codecs import Codec
 from thinwire.core.slots import SlotOptimizer
 from thinwire.links.metered import Meter
 
@@ -74,6 +75,11 @@ class Reporting(SlotOptimizer):
     watch: Watch
     engine: RoundEngine
     chosen: str = ""  # why, where `thinwire.auto` has chosen it
+
+    @property
+    def codec(self) -> Codec:
+        """What is sent in the round at hand."""
+        return self.codecs.at(self.engine.current.number)
 
     def stats(self) -> Stats:
         """Where this worker stands, as a flat dict of plain numbers for any logger; exchanges nothing.

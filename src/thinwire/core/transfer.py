@@ -39,6 +39,7 @@ def pack(opt: Algorithm, extra: dict[str, Any]) -> bytes:
         "algorithm": type(opt).__name__,
         "counters": {name: opt.param_groups[0][name] for name in COUNTERS},
         "lr": [float(group["lr"]) for group in opt.param_groups if "lr" in group],
+        "averaged": opt.buffer_average.averaged,
         "extra": extra,
     }
     return save({name: t.detach().cpu().contiguous() for name, t in _parts(opt).items()}, {"thinwire": json.dumps(told)})
@@ -67,6 +68,8 @@ def unpack(opt: Algorithm, raw: bytes) -> dict[str, Any]:
         group.update({name: int(told["counters"][name]) for name in COUNTERS})
     opt.load_state_dict(state)
     overwrite(opt.params(), opt.agreed() or [tensors[f"{index}/param"] for index, _ in opt._indexed()])
+    if told.get("averaged") is True:
+        opt.buffer_average.agree_on([tensors[name] for name in _buffers(opt)])
     return told["extra"]
 
 
@@ -101,7 +104,7 @@ def _read_text(raw: bytes) -> dict[str, Any]:
 
 def _parts(opt: Algorithm) -> dict[str, Tensor]:
     """What is packed, by name: the parameters as all agreed on them, and state that is replicated or that a joiner copies."""
-    found: dict[str, Tensor] = {}
+    found = _buffers(opt)
     saved = opt.state_dict()["state"]
     if opt.agreed() is None:  # else they are among the state
         found |= {f"{index}/param": p.detach() for index, p in opt._indexed()}
@@ -111,3 +114,8 @@ def _parts(opt: Algorithm) -> dict[str, Tensor]:
             if (entry.replicated or entry.joiner_copies) and isinstance(value, Tensor):
                 found[f"{parameter.index}/{entry.key}"] = value
     return found
+
+
+def _buffers(opt: Algorithm) -> dict[str, Tensor]:
+    """The values of the buffers that all workers agreed on last, by name."""
+    return {f"buffer/{number}": b for number, b in enumerate(opt.buffer_average.agreed)}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.codecs import Codec
+from thinwire.codecs import Codec, CodecSchedule
 from thinwire.core.exchange import Exchange
 from thinwire.core.merged_state import PREFIX, READY, MergedState
 from thinwire.core.optimizer import Algorithm, PolicyOptions, Start
@@ -58,7 +58,7 @@ class Wrapper(Algorithm):
         *,
         H: int | Schedule = 1,
         tau: int = 0,
-        codec: Codec | None = None,
+        codec: Codec | CodecSchedule | None = None,
         slots: Mapping[str, Start] | None = None,
         settings: Mapping[str, object] | None = None,
         pace: Literal["equal", "speed"] = "equal",
@@ -68,13 +68,9 @@ class Wrapper(Algorithm):
         check_choice("pace", pace, ("equal", "speed"))
         if pace == "speed" and not isinstance(as_schedule(H), Every):
             raise ConfigError(f"pace='speed' needs a plain number of steps per round, got H={H!r}")
-        if pace == "speed" and codec is not None and codec.linear and codec.nbytes([torch.empty(1)]) < 4:
+        rounds = () if codec is None else CodecSchedule.of(codec).codecs
+        if pace == "speed" and any(one.linear and one.nbytes([torch.empty(1)]) < 4 for one in rounds):
             raise ConfigError(f"pace='speed' weighs contributions on the wire, where {codec!r} would round weights: use fp32")
-        if pace == "speed" and link.elastic is not None:
-            raise ConfigError(
-                "pace='speed' needs workers that all tell each other how fast they are: on an elastic link use pace='equal', "
-                "where a worker that is late keeps its progress and sends it later"
-            )
         check_whole_number("tau", tau, least=0)
         if tau:
             slots = {**(slots or {}), "outgoing": "zeros"}
@@ -162,6 +158,14 @@ class Wrapper(Algorithm):
                 if i in D and flight.in_params:
                     D[i].sub_(sent)
         return list(D.values())
+
+    def with_feedback(self, D: list[Tensor], slot: str, decay: float) -> list[Tensor]:
+        """What is sent with error feedback: decay * slot + D, with the slot as rounds that are not read yet will leave it."""
+        kept = self.slot(slot)
+        for flight, exchange in self.unread_rounds():
+            for i, fed, sent in zip(flight.which, exchange.outgoing.tensors, exchange.sent, strict=True):
+                kept[i] = fed - sent
+        return list(torch._foreach_add(torch._foreach_mul(kept, decay), D))
 
     def unread_rounds(self) -> list[tuple[InFlight, Exchange]]:
         """Rounds with a message of this worker that it could not read yet, oldest first."""

@@ -235,13 +235,33 @@ def members_of(payload: Payload, op: Op, rank: int, size: int) -> tuple[int, ...
         return tuple(range(size))
     if not payload.fixed:
         raise LinkError(f"rank {rank}: a message that is swapped in a pair must have a fixed length, got fixed=False")
-    if payload.partner is None:
-        return (rank,)
-    if payload.partner == rank or not 0 <= payload.partner < size:
+    if payload.partner is not None and (payload.partner == rank or not 0 <= payload.partner < size):
         raise LinkError(f"rank {rank} of {size} workers cannot be paired with rank {payload.partner}")
-    return (min(rank, payload.partner), max(rank, payload.partner))
+    return pair_of(rank, payload.partner)
 
 
 def pair_of(rank: int, partner: int | None) -> tuple[int, ...]:
     """The ranks of a pair in order; a worker's own alone where it has no partner."""
     return (rank,) if partner is None else (min(rank, partner), max(rank, partner))
+
+
+class SoloLink(Link):
+    """The link of a worker that is alone: every exchange returns its own message.
+
+    One device is the size == 1 case of the same code, not another code path.
+    """
+
+    @property
+    def rank(self) -> int:
+        """Always 0."""
+        return 0
+
+    @property
+    def size(self) -> int:
+        """Always 1."""
+        return 1
+
+    def post(self, payload: Payload, op: Op) -> Ticket:
+        """The mean of one message is the message itself, and so is the list of all; there is no partner."""
+        members_of(payload, op, self.rank, self.size)
+        return Done([payload.of(self.rank)])

@@ -15,12 +15,12 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from thinwire.errors import ConfigError, LinkError, WireError, check_not_negative, check_whole_number
 from thinwire.links.archive import Archive
-from thinwire.links.base import Link, Peers, Ticket
+from thinwire.links.base import Peers, Ticket
+from thinwire.links.decided import Decided, LosesObjects, RoundGone, Status
 from thinwire.links.manifest import MOST_MANIFEST, NO_CHAIN, FixedRoster, Manifest, Roster, Signer, Store, Terms
 from thinwire.links.signed import Message, as_payload, open_text, seal_message, seal_text
 from thinwire.links.view import Place, View
@@ -34,58 +34,7 @@ _MOST_UNSOUND = 8  # manifests of one round that are passed over
 _MOST_TWINS = 3  # rounds in which this worker's message was there before it sent one: a former life's, at most
 
 
-class RoundGone(LinkError):
-    """The messages of a round have been deleted: whoever still needs them begins again at a checkpoint.
-
-    Args:
-        number: of the round.
-    """
-
-    def __init__(self, number: int):
-        """Keep the number."""
-        super().__init__(f"round {number} was deleted, since a later checkpoint holds what became of it")
-        self.number = number
-
-
-@dataclass(frozen=True)
-class Decided:
-    """A round whose manifest is there.
-
-    Attributes:
-        manifest: what it was.
-        messages: that it counts and that are what they should be, in the order of their senders' ids.
-        blocks: how many of its blocks each of them says that its sender has worked on.
-        mine: whether this worker's own is among them; not where it was a former life's.
-    """
-
-    manifest: Manifest
-    messages: tuple[Payload, ...]
-    blocks: Mapping[int, int]
-    mine: bool
-
-
-@dataclass(frozen=True)
-class Status:
-    """For people who watch a run.
-
-    Attributes:
-        round: the number of the round at hand.
-        expected: ids that it waits for.
-        counted: ids that counted in the round before.
-        left_out: ids that were expected in the round before and did not count.
-        deadline: seconds that a worker waits for others after its own message.
-        ended: whether the run has ended.
-    """
-
-    round: int
-    expected: tuple[int, ...]
-    counted: tuple[int, ...]
-    left_out: tuple[int, ...]
-    deadline: float
-    ended: bool
-
-
-class ElasticLink(Link):
+class ElasticLink(LosesObjects):
     """One worker's end of a run whose workers come and go.
 
     Args:
@@ -129,7 +78,7 @@ class ElasticLink(Link):
             raise ConfigError(f"worker {signer.id} is not in the roster, which has {', '.join(map(str, self.members))}")
         self.terms, self.ended, self._twins = Terms(0), False, 0
         self.longest = 1 << 16  # bytes of a message, which the engine knows
-        self.kept, self.blocks = False, 0  # of the next message: see `Message`
+        self.kept, self.blocks, self.step_seconds = False, 0, 0.0  # of the next message: see `Message`
         self.decided: Decided | None = None  # the round before
         self._left_out: tuple[int, ...] = ()
         self._work_done = 0.0  # seconds until most had done their work of the round at hand
@@ -187,8 +136,8 @@ class ElasticLink(Link):
         if found is not None and self.rank in found[0].counted:
             self._meet_twin()
         if found is None:
-            told = (place.number, self.rank, place.chain, terms.step, terms.last, self.kept, self.blocks)
-            message = Message(*told, payload.to_bytes())
+            told = (terms.step, terms.last, self.kept, self.blocks, self.step_seconds)
+            message = Message(place.number, self.rank, place.chain, *told, payload.to_bytes())
             posted = self._send(seal_message(self.signer, message), message)
         return _ElasticTicket(self, payload, posted)
 
@@ -225,7 +174,8 @@ class ElasticLink(Link):
 
     def close(self) -> None:
         """Leave: the others do not wait for this worker any more."""
-        self.say("bye")
+        if not self.ended:
+            self.say("bye")
 
     def _decide(self, *, posted: bool) -> Decided | None:
         """Wait until the round at hand has a manifest, and propose it where nobody else does."""
@@ -265,7 +215,7 @@ class ElasticLink(Link):
         view, there = self._view, set(self._view.messages)
         wanted = set(self.place.expected) if self.place.number else set(self.members)  # of round 0: those who found the run
         wanted |= view.marks["here"]
-        wanted -= view.bad | view.left | view.marks["hello"]  # who has just come has nothing to send
+        wanted -= view.bad | view.left | view.marks["hello"] | set(self.absent())  # who has just come has nothing to send
         if posted:
             late = waited > self.waits.deadline() and self.now() - self._since > self.waits.long_round()
             return len(there) >= self.quorum and (wanted <= there or late)
@@ -350,7 +300,7 @@ class ElasticLink(Link):
         sound = [m for m in messages if m is not None and (m.step, m.last) == (terms.step, terms.last)]
         payloads = tuple(as_payload(m, like) for m in sound)
         mine = posted and self._view.digests.get(self.rank) == manifest.counted.get(self.rank, "")
-        decided = Decided(manifest, payloads, {m.sender: m.blocks for m in sound}, mine)
+        decided = Decided(manifest, payloads, {m.sender: m.blocks for m in sound}, mine, tuple(m.step_seconds for m in sound))
         left = set(self.place.expected) - set(manifest.counted) - set(manifest.bye)
         self._left_out = tuple(sorted(left))
         self.waits.took([manifest.seconds] if manifest.counted else [])
@@ -372,7 +322,7 @@ class ElasticLink(Link):
             except WireError as error:
                 log.warning("round %d: a message that is counted is left out: %s", self.place.number, error)
                 return None
-            if self.archive.newest() >= self.place.number:
+            if self._gone(self.now() - started):
                 raise RoundGone(self.place.number)
             self.elapse(next(pauses))
         raise LinkError(
@@ -380,6 +330,10 @@ class ElasticLink(Link):
             f"{self.timeout:g} s",
             lost=[sender],
         )
+
+    def _gone(self, waited: float) -> bool:  # noqa: ARG002 (a cluster asks how long)
+        """Whether a message of the round at hand that was not found will not come."""
+        return self.archive.newest() >= self.place.number
 
     def _in_vain(self, waited: float) -> str:
         place, view = self.place, self._view

@@ -6,6 +6,7 @@ name, round or history does not verify. A message begins with a small header; wh
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 
@@ -16,8 +17,9 @@ from thinwire.links.manifest import Signer
 from thinwire.payload import Payload
 
 _MAGIC = b"THNE"
-_VERSION = 1
-_HEADER = struct.Struct("<4sBBQQ32sQIQ")  # magic, version, flags, round, sender, chain, step, blocks, length
+_VERSION = 2
+# Magic, version, flags, round, sender, chain, step, blocks, seconds of a step, length.
+_HEADER = struct.Struct("<4sBBQQ32sQIdQ")
 MESSAGE_NBYTES = _HEADER.size
 _LAST, _KEPT = 1, 2
 
@@ -34,6 +36,7 @@ class Message:
         last: whether it is the round of `finish()`.
         kept: whether it says what was left out of an earlier round, with no steps since.
         blocks: of those that its sender holds by the books of the run, how many it has worked on: the first ones.
+        step_seconds: that its sender takes for a local step; 0 where it does not say.
         body: what it says.
     """
 
@@ -44,14 +47,15 @@ class Message:
     last: bool
     kept: bool
     blocks: int
+    step_seconds: float
     body: bytes
 
 
 def seal_message(signer: Signer, message: Message) -> bytes:
     """The bytes of a message, signed."""
     flags = _LAST * message.last | _KEPT * message.kept
-    told = (message.number, message.sender, message.chain, message.step, message.blocks, len(message.body))
-    raw = _HEADER.pack(_MAGIC, _VERSION, flags, *told) + message.body
+    told = (message.number, message.sender, message.chain, message.step, message.blocks, message.step_seconds)
+    raw = _HEADER.pack(_MAGIC, _VERSION, flags, *told, len(message.body)) + message.body
     return raw + signer.sign(_context("message") + raw)
 
 
@@ -60,7 +64,7 @@ def open_message(signer: Signer, raw: bytes, *, number: int, sender: int, chain:
     room = MESSAGE_NBYTES + signer.nbytes
     if len(raw) < room:
         raise WireError(f"{len(raw)} bytes, where a message has at least {room}", rank=sender)
-    magic, version, flags, n, who, told_chain, step, blocks, length = _HEADER.unpack_from(raw)
+    magic, version, flags, n, who, told_chain, step, blocks, seconds, length = _HEADER.unpack_from(raw)
     told, signature = raw[: len(raw) - signer.nbytes], raw[len(raw) - signer.nbytes :]
     if magic != _MAGIC or version != _VERSION or flags & ~(_LAST | _KEPT):
         raise WireError(f"not a message of version {_VERSION}", rank=sender)
@@ -70,11 +74,12 @@ def open_message(signer: Signer, raw: bytes, *, number: int, sender: int, chain:
         raise WireError(f"sent in the name of worker {who}", rank=sender)
     if n != number or told_chain != chain:
         raise WireError(f"of round {n} or of another history, in round {number}", rank=sender)
-    if step >= 1 << 62:
-        raise WireError(f"step {step}, which cannot be", rank=sender)
+    if step >= 1 << 62 or not 0 <= seconds < math.inf:
+        raise WireError(f"step {step} of {seconds} s, which cannot be", rank=sender)
     if not signer.verify(sender, _context("message") + told, signature):
         raise WireError("its signature is wrong", rank=sender)
-    return Message(n, who, told_chain, step, bool(flags & _LAST), bool(flags & _KEPT), blocks, told[MESSAGE_NBYTES:])
+    kinds = bool(flags & _LAST), bool(flags & _KEPT)
+    return Message(n, who, told_chain, step, *kinds, blocks, seconds, told[MESSAGE_NBYTES:])
 
 
 def seal_text(signer: Signer, kind: str, chain: bytes, text: bytes = b"") -> bytes:

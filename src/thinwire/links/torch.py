@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.errors import ConfigError, LinkError
-from thinwire.links.base import Done, Link, Ticket, check_length, members_of
+from thinwire.links.base import Done, Link, SoloLink, Ticket, check_length, members_of
 from thinwire.links.heartbeat import Departure, Heartbeat, Part
 from thinwire.links.rendezvous import in_job, join_job
-from thinwire.links.solo import SoloLink
 from thinwire.links.store import gist, hold_store, loopback_interface
 from thinwire.network import Op, Traffic, ring_traffic, show_bytes
 from thinwire.payload import Payload

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from thinwire.errors import ConfigError, check_not_negative, check_whole_number
+from thinwire.errors import ConfigError, check_choice, check_not_negative, check_whole_number
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
+Reset = bool | Literal["age"]
 
 
 @dataclass(frozen=True)
@@ -58,17 +59,18 @@ class MomentumSwitch:
     Attributes:
         warmup: number of warm-up steps.
         warmup_beta: decay of the momentum during the warm-up.
-        reset: zero the momenta after it.
+        reset: zero the momenta after it; "age" keeps them, and lets their betas grow from `warmup_beta` on.
         lr_scale: multiplies lr after it.
     """
 
     warmup: int = 0
     warmup_beta: float = 0.9
-    reset: bool = True
+    reset: Reset = True
     lr_scale: float = 1.0
 
     def __post_init__(self) -> None:
         """Raise a `ConfigError` for values out of range."""
+        check_choice("reset", self.reset, (True, False, "age"))
         check_whole_number("warmup", self.warmup, least=0)
         check_decay("warmup_beta", [self.warmup_beta], self.warmup_beta)
         check_not_negative("lr_scale", self.lr_scale)
@@ -79,8 +81,12 @@ class MomentumSwitch:
         return cls(group["warmup"], group["warmup_beta"], group["reset"], group["lr_scale"])
 
     def resets_at(self, step: int) -> bool:
-        """Whether the momenta are zeroed before this step of the group."""
-        return self.reset and 0 < self.warmup == step - 1
+        """Whether the momenta are zeroed, or their age begins anew, before this step of the group."""
+        return bool(self.reset) and 0 < self.warmup == step - 1
+
+    def first_age(self, lives: float) -> int:
+        """The age at which a momentum goes on after the warm-up: 0 once zeroed, else that at which `lives` allows its beta."""
+        return 0 if self.reset != "age" or not self.warmup_beta else round(lives * math.log(0.5) / math.log(self.warmup_beta))
 
     def applied(self, lr: float, mixture: Mixture, *, step: int, age: int) -> tuple[float, Mixture]:
         """The learning rate and the mixture of one step.

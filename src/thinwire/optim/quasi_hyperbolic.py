@@ -28,7 +28,7 @@ from torch import Tensor
 from thinwire.errors import ConfigError, check_not_negative
 from thinwire.optim import kernels
 from thinwire.optim.base import GroupOptimizer
-from thinwire.optim.mixture import Mixture, MomentumSwitch, Step, as_tuple, check_decay
+from thinwire.optim.mixture import Mixture, MomentumSwitch, Reset, Step, as_tuple, check_decay
 from thinwire.sharding.shards import local
 
 
@@ -44,7 +44,8 @@ class Settings(TypedDict, total=False):
         warmup: so many first steps are taken with one plain momentum (beta `warmup_beta`, weight 1); then come `betas` and
             `omegas`. The recipe of the authors of MT-DAO, who warm up synchronously.
         warmup_beta: the momentum's decay during the warm-up.
-        reset: zero the momenta after the warm-up.
+        reset: zero the momenta after the warm-up. "age" keeps them, and lets betas grow from `warmup_beta` on by `lives`: what
+            was agreed on is not lost, and no beta jumps.
         lr_scale: multiplies lr after the warm-up.
         beta2: decay of the second moment; not of QHM.
         eps: added to the root of the second moment, or its least root in QHADOPT; not of QHM.
@@ -58,7 +59,7 @@ class Settings(TypedDict, total=False):
     weight_decay: float
     warmup: int
     warmup_beta: float
-    reset: bool
+    reset: Reset
     lr_scale: float
     beta2: float
     eps: float
@@ -136,9 +137,12 @@ class QuasiHyperbolic(GroupOptimizer):
             if reset:
                 self._reset_momenta(group)
 
-    def _reset_momenta(self, group: Mapping[str, Any]) -> None:
+    def _reset_momenta(self, group: Mapping[str, Any], *, age: int = 0) -> None:
+        """Begin anew with momenta of zero, or, with an age, go on with those that there are as if they had it."""
         for state in (self.state[p] for p in group["params"] if self.state[p]):
-            state["step_of_reset"].copy_(state["step"])
+            state["step_of_reset"].copy_(state["step"] - age)
+            if age:
+                continue
             for j, name in enumerate(_momenta(len(group["betas"]))):
                 state[name].zero_()
                 state["step_seen"][j] = 0
@@ -148,7 +152,7 @@ class QuasiHyperbolic(GroupOptimizer):
         mixture, switch = Mixture.of(group), MomentumSwitch.of(group)
         group["_taken"] += 1
         if switch.resets_at(group["_taken"]):
-            self._reset_momenta(group)
+            self._reset_momenta(group, age=switch.first_age(group["lives"]))
         for (number, age, seen, names, *_), params in self._alike(group).items():
             lr, mixed = switch.applied(group["lr"], mixture, step=group["_taken"], age=age)
             step = Step(number, lr, mixed, seen, group)
@@ -287,6 +291,8 @@ def _check(group: Mapping[str, Any]) -> None:
         check_not_negative(name, group[name])
     Mixture.of(group)
     MomentumSwitch.of(group)
+    if group["reset"] == "age" and not group["lives"]:
+        raise ConfigError("reset='age' lets betas grow by `lives`, which must then be above 0, got lives=0")
     if "beta2" in group:
         check_decay("beta2", [group["beta2"]], group["beta2"])
     if "eps" in group and not 0 < group["eps"] < math.inf:

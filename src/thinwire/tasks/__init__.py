@@ -9,12 +9,12 @@ from __future__ import annotations
 import difflib
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from thinwire.errors import ConfigError, check_whole_number
+from thinwire.errors import ConfigError, check_choice, check_whole_number
 
 if TYPE_CHECKING:
-    from thinwire.tasks.task import Task
+    from thinwire.tasks.task import Task, ValidationPart
 
 __all__ = ["TASKS", "check_name", "make_task"]
 
@@ -43,6 +43,9 @@ def make_task(
     batch: int | None = None,
     data: str | Path | None = None,
     non_iid: float | None = None,
+    vocab: int | None = None,
+    val_windows: int | None = None,
+    val_part: ValidationPart = "all",
 ) -> Task:
     """Build the task called `name`.
 
@@ -56,24 +59,36 @@ def make_task(
             gpt-*: the share of sequences that a worker takes from its own part of the files, at most 1;
             images: the alpha of a Dirichlet split by label, smaller is more uneven;
             quadratic: the distance from each worker's optimum to the common one.
+        vocab: of gpt-*: so many tokens, of a byte-pair encoding that is trained on the text once and kept in a file; None
+            takes bytes.
+        val_windows: of gpt-*: windows of validation text; 64 by default.
+        val_part: evaluate on all validation samples, or on one half: to choose settings on ("tuning"), or to report ("claim").
+            The loss of quadratic is exact, and the same on both.
 
     Raises:
         ConfigError: a setting is wrong, or data or an optional package is missing.
     """
     _check(name, seed=seed, workers=workers, batch=batch, non_iid=non_iid)
+    check_choice("val_part", val_part, ("all", "tuning", "claim"))
+    if val_windows is not None:
+        check_whole_number("val_windows", val_windows, least=2)
     if data is not None and (name == "quadratic" or name.endswith("-digits")):
         raise ConfigError(f"the task {name} brings its own data and reads no other, got data={str(data)!r}")
     if name.startswith("gpt-"):
         from thinwire.tasks.text import TextTask
 
-        return TextTask(name, seed=seed, workers=workers, batch=batch, data=data, non_iid=non_iid)
+        text: dict[str, Any] = {"vocab": vocab, "val_windows": val_windows, "val_part": val_part}
+        return TextTask(name, seed=seed, workers=workers, batch=batch, data=data, non_iid=non_iid, **text)
+    for setting, value in {"vocab": vocab, "val_windows": val_windows}.items():
+        if value is not None:
+            raise ConfigError(f"{setting} is a setting of gpt tasks, got {value!r} for {name}")
     if name == "quadratic":
         from thinwire.tasks.quadratic import QuadraticTask
 
         return QuadraticTask(name, seed=seed, workers=workers, batch=batch, non_iid=non_iid)
     from thinwire.tasks.images import ImageTask
 
-    return ImageTask(name, seed=seed, workers=workers, batch=batch, data=data, non_iid=non_iid)
+    return ImageTask(name, seed=seed, workers=workers, batch=batch, data=data, non_iid=non_iid, val_part=val_part)
 
 
 def check_name(name: str) -> None:

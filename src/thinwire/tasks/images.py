@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from thinwire.errors import ConfigError
 from thinwire.tasks.image_files import CLASSES, load_images
 from thinwire.tasks.image_nets import CNN, ResNet
-from thinwire.tasks.task import SeededTask, device_of, evaluating, random_stream
+from thinwire.tasks.task import SeededTask, ValidationPart, device_of, evaluating, part_of, random_stream
 
 EVALUATION_BATCH = 500
 
@@ -64,7 +64,15 @@ class ImageTask(SeededTask):
     metric = "accuracy"
 
     def __init__(
-        self, name: str, *, seed: int, workers: int, batch: int | None, data: str | Path | None, non_iid: float | None
+        self,
+        name: str,
+        *,
+        seed: int,
+        workers: int,
+        batch: int | None,
+        data: str | Path | None,
+        non_iid: float | None,
+        val_part: ValidationPart = "all",
     ):
         """Read the images and divide them; the default batch is 32 images."""
         super().__init__(name, seed=seed, workers=workers)
@@ -80,6 +88,7 @@ class ImageTask(SeededTask):
             rng = random_stream("shares", seed=seed)
             self.shares = dirichlet_shares(labels, workers=workers, alpha=non_iid, rng=rng)
         mean, deviation = self.images.statistics()
+        self._test = part_of(self.images.test_images, val_part), part_of(self.images.test_labels, val_part)
         self._mean, self._deviation = mean[:, None, None], deviation[:, None, None]
 
     def build(self) -> nn.Module:
@@ -104,12 +113,13 @@ class ImageTask(SeededTask):
         return F.cross_entropy(model(images).float(), labels)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Mean cross-entropy and share of right answers on the whole test set."""
-        loss, right, total = 0.0, 0, len(self.images.test_labels)
+        """Mean cross-entropy and share of right answers on the test set, or on the half of it that the task has."""
+        test_images, test_labels = self._test
+        loss, right, total = 0.0, 0, len(test_labels)
         with evaluating(model) as device:
             for i in range(0, total, EVALUATION_BATCH):
                 part = slice(i, i + EVALUATION_BATCH)
-                images, labels = self._tensors(self.images.test_images[part], self.images.test_labels[part])
+                images, labels = self._tensors(test_images[part], test_labels[part])
                 scores = model(images.to(device)).float().cpu()  # [N, CLASSES]
                 loss += F.cross_entropy(scores, labels, reduction="sum").item()
                 right += int((scores.argmax(1) == labels).sum())

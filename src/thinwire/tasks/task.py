@@ -13,10 +13,13 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+ValidationPart = Literal["all", "tuning", "claim"]
 
 
 class Task(ABC):
@@ -95,6 +98,11 @@ class SeededTask(Task):
     def block(self, block: int, step: int) -> tuple[Tensor, Tensor]:
         """The training batch of one step of a block, on the CPU; the same whichever worker has the block."""
         return self.sample(0, random_stream("block", seed=self.seed, worker=block, step=step))
+
+
+def part_of(samples: Any, part: ValidationPart) -> Any:
+    """The validation samples of a part: those to tune on and those to report on alternate, so that none is in both."""
+    return samples if part == "all" else samples[part == "claim" :: 2]
 
 
 def random_stream(purpose: str, *, seed: int, worker: int = 0, step: int = 0) -> np.random.Generator:

@@ -1,7 +1,7 @@
 """Text as bytes, and the task of predicting the next one.
 
-A token is a byte: no vocabulary file, no tokenizer, and any file will do. The default corpus is the source of Python's
-standard library, which every machine has.
+A token is a byte: no vocabulary file, no tokenizer, and any file will do (`bpe.py` has longer tokens). The default corpus is
+the source of Python's standard library, which every machine has.
 
 About 5% of the text is kept for validation, as whole files chosen by a hash of their names, so that neither the seed
 nor the number of workers changes them. When files are too few or too large for that (a single file, say), the
@@ -14,7 +14,7 @@ import os
 import sysconfig
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import ConfigError, MissingData
 from thinwire.tasks.gpt import GPT, SIZES
-from thinwire.tasks.task import SeededTask, device_of, evaluating
+from thinwire.tasks.task import SeededTask, ValidationPart, device_of, evaluating, part_of
 
 VALIDATION_SHARE = 0.05
 VALIDATION_WINDOWS = 64
@@ -40,8 +40,8 @@ class Corpus:
 
     Attributes:
         source: where it came from, for messages.
-        train: all training files one after the other, [bytes] uint8.
-        validation: likewise, [bytes] uint8.
+        train: all training files one after the other, [bytes] uint8, or [tokens] int32.
+        validation: likewise.
         train_files: names of the training files in the order of `train`.
         validation_files: names of the validation files.
         starts: where each training file starts in `train`.
@@ -149,7 +149,7 @@ def _joined(files: dict[str, bytes]) -> Tensor:
 
 
 class TextTask(SeededTask):
-    """A GPT on bytes of text.
+    """A GPT on bytes of text, or on tokens of a byte-pair encoding.
 
     Without `non_iid` all workers take random windows from the whole training text. With it, a window comes from the
     worker's own part of the files with probability `non_iid`, and otherwise from the whole: at 1.0 no two workers ever
@@ -160,6 +160,7 @@ class TextTask(SeededTask):
     Attributes:
         config: shape of the model.
         sequences: windows in one batch of one worker.
+        windows: of validation, evenly spaced over its text, all of them whichever part is evaluated.
         corpus: the text.
         shards: each worker's own range (start, end) of the training text.
     """
@@ -167,22 +168,37 @@ class TextTask(SeededTask):
     unit = "tokens"
 
     def __init__(
-        self, name: str, *, seed: int, workers: int, batch: int | None, data: str | Path | None, non_iid: float | None
+        self,
+        name: str,
+        *,
+        seed: int,
+        workers: int,
+        batch: int | None,
+        data: str | Path | None,
+        non_iid: float | None,
+        vocab: int | None = None,
+        val_windows: int | None = None,
+        val_part: ValidationPart = "all",
     ):
         """Read the text and cut the validation windows; `DEFAULT_BATCH` has the size of a batch where none is given."""
         super().__init__(name, seed=seed, workers=workers)
         if non_iid is not None and not 0 < non_iid <= 1:
             raise ConfigError(f"non_iid must be above 0 and at most 1 for {name} (a probability), got {non_iid!r}")
         size = name.removeprefix("gpt-")
-        self.config = SIZES[size]
+        self.config = SIZES[size] if vocab is None else replace(SIZES[size], vocab=vocab)
+        self.windows = val_windows or VALIDATION_WINDOWS
         self.sequences = batch or DEFAULT_BATCH[size]
         self.batch_items = self.sequences * self.config.context
         self.own_share = non_iid or 0.0
-        self.corpus = load_corpus(data)
+        self.corpus, self._token = load_corpus(data), "byte"
+        if vocab is not None:
+            from thinwire.tasks.bpe import load_bpe_corpus
+
+            self.corpus, self._token = load_bpe_corpus(data, vocab), "token"
         self.shards = self.corpus.shards(workers)
         self._check_sizes()
-        starts = np.linspace(0, len(self.corpus.validation) - self.config.context - 1, VALIDATION_WINDOWS)
-        self._validation = self._windows(self.corpus.validation, starts.astype(np.int64))
+        starts = np.linspace(0, len(self.corpus.validation) - self.config.context - 1, self.windows)
+        self._validation = self._windows(self.corpus.validation, part_of(starts.astype(np.int64), val_part))
 
     def _check_sizes(self) -> None:
         """Every text that windows are cut from must hold at least one."""
@@ -193,15 +209,15 @@ class TextTask(SeededTask):
         for part, size in sizes.items():
             if size < needed:
                 raise MissingData(
-                    f"too little text in {self.corpus.source}: the {part} has {size} bytes, "
+                    f"too little text in {self.corpus.source}: the {part} has {size} {self._token}s, "
                     f"one window of {self.name} needs {needed}"
                 )
 
     def _windows(self, text: Tensor, starts: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, both [len(starts), context] int64: the targets are one byte ahead.
+        """Inputs and targets, both [len(starts), context] int64: the targets are one token ahead.
 
         Args:
-            text: [bytes] uint8.
+            text: [tokens].
             starts: [sequences] int64.
         """
         positions = starts[:, None] + np.arange(self.config.context + 1)
@@ -220,15 +236,15 @@ class TextTask(SeededTask):
         return self._windows(self.corpus.train, rng.integers(first, end - self.config.context))
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Mean cross-entropy in nats per byte."""
+        """Mean cross-entropy in nats per byte, or per token."""
         tokens, targets = (part.to(device_of(model)) for part in batch)  # both [B, T]
         logits = model(tokens)  # [B, T, V]
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Mean cross-entropy over 64 windows, evenly spaced over the validation text."""
+        """Mean cross-entropy over windows that are evenly spaced over the validation text."""
         size = max(1, 2048 // self.config.context)  # the scores of gpt-124m fill 0.2 GB per sequence
         parts = zip(*(part.split(size) for part in self._validation), strict=True)
         with evaluating(model):
             total = sum(self.loss(model, (x, y)).item() * len(x) for x, y in parts)
-        return {"loss": total / VALIDATION_WINDOWS}
+        return {"loss": total / len(self._validation[0])}

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from thinwire.algorithms import DataParallel, found
-from thinwire.codecs import parse_codec
+from thinwire.algorithms import DataParallel, DeMo, found
+from thinwire.codecs import parse_wire
 from thinwire.core.buffers import running_statistics
 from thinwire.core.optimizer import Algorithm
 from thinwire.core.wrapper import Wrapper
@@ -21,9 +21,10 @@ from thinwire.links import Link
 from thinwire.tasks import make_task
 from thinwire.tasks.task import Task
 from thinwire.tools.config import RunConfig, resolve_algorithm
-from thinwire.tools.inner import inner_of, refuse_slow_settings
+from thinwire.tools.inner import beta2_of, inner_of, refuse_slow_settings
 from thinwire.warm_start import WarmStart
 
+WARM_WIRE = "DCT(64) >> TopK(256) >> Sign()"  # of a warm start by DeMo: what counts is the beginning
 WARM_INNER = {"lordo": "low-rank"}  # what takes the synchronous steps of a warm start where a method has no inner optimizer
 
 
@@ -44,9 +45,8 @@ def device_of(config: RunConfig) -> torch.device:
 
 def task_of(config: RunConfig, workers: int) -> Task:
     """The config's task for this number of workers."""
-    return make_task(
-        config.task, seed=config.seed, workers=workers, batch=config.batch, data=config.data, non_iid=config.non_iid
-    )
+    names = ("seed", "batch", "data", "non_iid", "vocab", "val_windows", "val_part")
+    return make_task(config.task, workers=workers, **{name: getattr(config, name) for name in names})
 
 
 def warm_start_of(config: RunConfig, model: nn.Module, link: Link, *, wire: Link | None = None) -> WarmStart:
@@ -64,14 +64,20 @@ def warm_start_of(config: RunConfig, model: nn.Module, link: Link, *, wire: Link
         inner = inner_of(WARM_INNER.get(cls.name, "adamw"), model, config, K=config.settings.get("H", 32))
 
     def start(inner: Optimizer, link: Link) -> Algorithm:
-        return DataParallel(inner, link, clip_norm=config.clip_norm, buffers=running_statistics(model))
+        shared: dict[str, Any] = {"clip_norm": config.clip_norm, "buffers": running_statistics(model)}
+        if config.warm_by == "ddp":
+            return DataParallel(inner, link, **shared)
+        codec = parse_wire(config.warm_wire or WARM_WIRE)
+        own = {"lr": config.lr, "weight_decay": config.weight_decay, "betas": (0.9, beta2_of(config))}
+        return DeMo(model.parameters(), link, codec=codec, **own, **shared)
 
     def then(inner: Optimizer, link: Link) -> Algorithm:
         optimizer = optimizer_of(config, model, wire or link, inner=inner)
         check_total(optimizer, config.steps)
         return optimizer
 
-    return WarmStart(inner, link, steps=config.warm_start, start=start, then=then)
+    moments = config.warm_by == "demo"
+    return WarmStart(inner, link, steps=config.warm_start, start=start, then=then, second_moments=moments)
 
 
 def _inner_for(config: RunConfig, model: nn.Module) -> Optimizer | None:
@@ -112,7 +118,7 @@ def optimizer_of(
     settings.pop("inner", None)
     prescribed = settings.pop("wire", None)
     if wire := config.wire or prescribed:
-        settings["codec"] = parse_codec(wire)
+        settings["codec"] = parse_wire(wire)
     if statistics := running_statistics(model):
         settings["buffers"] = statistics
     make: Any = cls

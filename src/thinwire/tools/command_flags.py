@@ -22,7 +22,7 @@ class TrainFlags:
     rare: ClassVar[frozenset[str]] = frozenset({"timeout"})
 
     join: str | None = None
-    """Take part in the run at this address as one worker, started alone; its settings come from there, and the flags are
+    """Take part in the run at this address as one worker, started alone; its settings come from there; the flags are
     others: `thinwire train --join URL --help`."""
     out: str | None = None
     """The run folder; by default runs/ALGORITHM-TASK-TIME."""
@@ -54,10 +54,15 @@ class SimFlags:
 class CompareFlags:
     """Where the runs take place and are kept; does not change their results."""
 
-    rare: ClassVar[frozenset[str]] = frozenset({"down", "jobs", "checkpoint_every", "timeout"})
+    rare: ClassVar[frozenset[str]] = frozenset({"down", "jobs", "checkpoint_every", "timeout", "tune_steps"})
 
     seeds: str = "1"
     """How many seeds each method is run with, from 0 on; or the seeds themselves, separated by commas, such as 0,5,7."""
+    tune: str | None = None
+    """Learning rates to choose from for every method, such as 1e-3,1.41e-3,2e-3: on the first seed, in short runs, on
+    validation samples that nothing is reported on; more are tried where the best is at an edge."""
+    tune_steps: int | None = None
+    """Steps of the runs that choose; by default a third."""
     sim: bool = False
     """Simulate the workers in one process, as `thinwire sim` does; else they are real processes on this machine."""
     lab: bool = False

@@ -45,11 +45,17 @@ class Run:
         arm: its name.
         config: its settings, with the seed.
         folder: where it is kept.
+        tried: points of its settings that were tried before; 0 where it was not tuned.
     """
 
     arm: str
     config: RunConfig
     folder: Path
+    tried: int = 0
+
+    def __hash__(self) -> int:
+        """By its folder, of which there is one for each run; a config has a dict of settings."""
+        return hash(self.folder)
 
     def __str__(self) -> str:
         return f"{self.arm}, seed {self.config.seed}"
@@ -152,6 +158,7 @@ def _prepare(run: Run, runner: Runner) -> None:
     (run.folder / ERRORS).unlink(missing_ok=True)
     command = shlex.join([*runner.command(run.config), *words_of(run.config)])
     about = {"arm": run.arm, "place": runner.name, "command": command, "cores": os.cpu_count() or 0, **runner.about}
+    about |= {"tried": run.tried} if run.tried else {}
     write_run_toml(run.folder / "run.toml", run.config, **about)
 
 

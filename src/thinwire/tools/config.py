@@ -17,6 +17,7 @@ import tyro
 
 import thinwire
 from thinwire.errors import ConfigError, check_not_negative, check_whole_number
+from thinwire.lr_schedules import DECAY, LRSchedule, check_lr_schedule, lr_of_step
 from thinwire.tools.names import FIXED, OF_PAPERS, check_algorithm
 
 Inner = Literal["adamw", "adam", "sgd", "momentum", "muon", "qhadam", "qhadopt", "qhm", "qhmuon", "low-rank"]
@@ -28,8 +29,23 @@ class RunConfig:
     """Everything that decides the result of a run."""
 
     rare: ClassVar[frozenset[str]] = frozenset(  # only `--help-all` shows them
-        {"shards", "lr_warmup", "lr_final", "qh_betas", "qh_omegas", "qh_lives", "beta2", "qh_warmup", "qh_lr_scale", "warm_lr"}
-        | {"clip_norm", "weight_decay", "non_iid", "device"}
+        {
+            "shards",
+            "lr_warmup",
+            "lr_final",
+            "lr_decay",
+            "qh_betas",
+            "qh_omegas",
+            "qh_lives",
+            "beta2",
+            "qh_warmup",
+            "qh_reset",
+            "qh_lr_scale",
+            "warm_lr",
+            "warm_by",
+            "warm_wire",
+        }
+        | {"clip_norm", "weight_decay", "non_iid", "device", "vocab", "val_windows", "val_part"}
     )
 
     algorithm: str = "diloco"
@@ -48,8 +64,12 @@ class RunConfig:
     """Peak learning rate, of the inner optimizer where there is one."""
     lr_warmup: int = 20
     """Steps over which the learning rate rises to its peak."""
-    lr_final: float = 0.1
-    """Where the cosine decay of the learning rate ends, as a part of the peak; 1 keeps it constant."""
+    lr_schedule: LRSchedule = "cosine"
+    """wsd falls to zero at the end."""
+    lr_final: float | None = None
+    """Where the decay of the learning rate ends, as a part of the peak; by default at 0.1 for cosine and at 0 for wsd."""
+    lr_decay: float = DECAY
+    """The last part of the run, over which wsd lets the learning rate fall."""
     inner: Inner | None = None
     """Optimizer of the local steps, where there are any; by default adamw, and qhadam for mt-dao. docs/cli.md has them all."""
     qh_betas: tuple[float, ...] | None = None
@@ -62,12 +82,18 @@ class RunConfig:
     """Decay of the second moment; by default 0.95, of adam 0.999, of qhadopt 0.9999, of the other qh* at least beta squared."""
     qh_warmup: int | None = None
     """Steps with beta 0.9 and omega 1 before the qh* optimizers switch to slow momenta; by default those of the warm start."""
+    qh_reset: Literal["zero", "age"] = "zero"
+    """What becomes of the momenta at that switch: zero, or kept, with betas that grow from 0.9 on by qh-lives (age)."""
     qh_lr_scale: float = 1.0
     """Multiplies the learning rate after that switch."""
     warm_start: int = 0
     """So many first steps are synchronous (gradients averaged, inner optimizer as chosen); then the method takes over."""
     warm_lr: float | None = None
     """Peak learning rate during the warm start; by default lr."""
+    warm_by: Literal["ddp", "demo"] = "ddp"
+    """Who takes the steps of the warm start: averaged gradients, or demo, whose second moments the inner optimizer then has."""
+    warm_wire: str | None = None
+    """What demo sends in a warm start; by default "DCT(64) >> TopK(256) >> Sign()"."""
     clip_norm: float = 1.0
     """Scale gradients down to this norm: each worker its own, or the mean where gradients are averaged; 0 never."""
     weight_decay: float = 0.01
@@ -76,13 +102,19 @@ class RunConfig:
     """Sequences or images per worker and step; by default the task's own."""
     data: str | None = None
     """A text file or folder of text for gpt tasks; the folder of an image set."""
+    vocab: int | None = None
+    """Of gpt tasks: tokens of a byte-pair encoding that is trained on the text, once; by default a token is a byte."""
     non_iid: float | None = None
     """How far the workers' data differ; by default not at all. See `thinwire tasks`."""
     device: Device = "auto"
     """Where to compute: auto takes GPUs where torch finds them."""
     wire: str | None = None
-    """What is sent, if not the method's own choice: fp32, bf16, fp16, int8, fp4, 2-bit, 1-bit, or a chain such as
-    "DCT(64) >> TopK(32) >> Sign()"."""
+    """What is sent, if not the method's own choice: fp32, bf16, fp16, int8, fp4, 2-bit, ternary, 1-bit, or a chain such as
+    "DCT(64) >> TopK(32) >> Sign()"; "fp4 until 64, 1-bit"."""
+    val_windows: int | None = None
+    """Of gpt tasks: windows of validation text; by default 64."""
+    val_part: Literal["all", "tuning", "claim"] = "all"
+    """Evaluate on all validation samples, or on one half of them: one to choose settings on, the other to report."""
     eval_every: int = 50
     """Steps between evaluations of the shared model; 0 evaluates at the end only."""
     settings: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
@@ -103,21 +135,20 @@ class RunConfig:
             raise ConfigError(
                 f"warm-start must be below steps={self.steps}, so that the method has its turn, got {self.warm_start}"
             )
-        if not 0 <= self.lr_final <= 1:
-            raise ConfigError(f"lr-final must be from 0 to 1, got {self.lr_final!r}")
-        for name in ("lr_warmup", "eval_every", "seed", "warm_start", "qh_warmup"):
+        if self.warm_wire is not None and self.warm_by != "demo":
+            raise ConfigError(f"warm-wire is what demo sends in a warm start: give --warm-by demo, got {self.warm_wire!r}")
+        check_lr_schedule(self.lr_schedule, warmup=self.lr_warmup, final=self.lr_final, decay=self.lr_decay)
+        for name in ("eval_every", "seed", "warm_start", "qh_warmup"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name.replace('_', '-')} must be at least 0, got {getattr(self, name)!r}")
         for name in ("weight_decay", "clip_norm", "qh_lives"):
             check_not_negative(name.replace("_", "-"), getattr(self, name))
 
     def lr_at(self, step: int) -> float:
-        """Learning rate of step `step` (from 1): linear warm-up, then a cosine to `lr_final`. A pure function of the step."""
+        """Learning rate of step `step` (from 1), a pure function of it: linear warm-up, then as `lr_schedule` says."""
         peak = self.warm_lr if self.warm_lr is not None and step <= self.warm_start else self.lr
-        if step <= self.lr_warmup:
-            return peak * step / self.lr_warmup
-        progress = min(1.0, (step - self.lr_warmup) / max(1, self.steps - self.lr_warmup))
-        return peak * (self.lr_final + (1 - self.lr_final) * 0.5 * (1 + math.cos(math.pi * progress)))
+        how: dict[str, Any] = {"warmup": self.lr_warmup, "final": self.lr_final, "decay": self.lr_decay}
+        return lr_of_step(self.lr_schedule, step, steps=self.steps, peak=peak, **how)
 
 
 @cache

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from thinwire.errors import ConfigError
 from thinwire.tasks import check_name
-from thinwire.tools.arms import split_arguments, split_words
+from thinwire.tools.arms import alternatives, split_arguments, split_words
 from thinwire.tools.command_flags import CompareFlags, DoctorFlags, PlanFlags, ReportFlags, SimFlags, TrainFlags
 from thinwire.tools.config import RunConfig
 from thinwire.tools.flags import first_look, parse_flags, peek, wants_help, with_json_name
@@ -41,8 +41,8 @@ def look(command: str, arguments: Sequence[str]) -> None:
 
 def _look_at_arms(arguments: list[str]) -> None:
     words, common = split_arguments(arguments)
-    for word in words:
-        name, algorithm, own = split_words(word)
+    for one in (one for word in words for one in alternatives(word)):
+        name, algorithm, own = split_words(one)
         try:
             first_look("compare", [*common, "--algorithm", algorithm, *own], CompareFlags)
         except ConfigError as error:

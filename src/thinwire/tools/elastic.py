@@ -1,4 +1,4 @@
-"""`thinwire train --join URL`: one worker of a run on an object store, started alone, on its own machine."""
+"""`thinwire train --join URL`: one worker of a run whose workers come and go, started alone, on its own machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import nn
 from thinwire.errors import ConfigError
 from thinwire.links import Metered
 from thinwire.links.elastic import ElasticLink, Status
-from thinwire.links.join import join, open_run
+from thinwire.links.join import TCP, join, open_cluster, open_run
 from thinwire.network import parse_duration
 from thinwire.tools.build import clips_itself, device_of, optimizer_of, task_of
 from thinwire.tools.config import Device, RunConfig, new_folder, write_run_toml
@@ -34,15 +34,19 @@ _NOT_ELASTIC = ("ddp", "alone", "noloco")
 
 @dataclass(frozen=True, kw_only=True)
 class JoinFlags:
-    """Take part in a run on an object store, as one worker; task, algorithm and settings are those of the run.
+    """Take part in a run on an object store or a cluster, as one worker; task, algorithm and settings are those of the run.
 
     It starts from the newest checkpoint of the run and the rounds after it, and may be stopped and started again at any time.
     """
 
     join: str
-    """The address of the run: s3://bucket/run, gs://bucket/run, az://container/run or file:///folder."""
-    key: str = "thinwire.key"
-    """This worker's key, a file of `thinwire keys new`."""
+    """The address of the run: s3://bucket/run, gs://bucket/run, az://container/run, file:///folder, or tcp://host:port."""
+    key: str | None = None
+    """This worker's key, a file of `thinwire keys new`; by default thinwire.key. On a cluster there are no keys."""
+    id: int | None = None
+    """This worker's number on a cluster (tcp://), the same whenever it is started."""
+    keep: str | None = None
+    """A folder in which this worker of a cluster keeps checkpoints, from which the run is founded again if all die."""
     owner: str | None = None
     """The public key of the run's owner: another's run is refused."""
     out: str | None = None
@@ -65,10 +69,16 @@ def main(arguments: list[str]) -> int:
     outage = parse_duration(flags.outage)
     if outage <= 0:
         raise ConfigError(f"outage must be above zero seconds, got {flags.outage!r}")
-    _, run, _ = open_run(flags.join, owner=flags.owner, outage=outage)
-    config = config_of_run(run.train, device=flags.device, data=flags.data, eval_every=flags.eval_every)
-    how = {"outage": outage, "timeout": outage, "patience": flags.patience}
-    link = join(flags.join, key=flags.key, owner=run.owner.text, **how)
+    who: dict[str, Any]
+    if flags.join.startswith(TCP):
+        train = open_cluster(flags.join, outage=outage)[1]["train"]
+        who = {"key": flags.key, "owner": flags.owner, "id": flags.id, "keep": flags.keep}
+    else:
+        _, run, _ = open_run(flags.join, owner=flags.owner, outage=outage)
+        train = run.train
+        who = {"key": flags.key or "thinwire.key", "owner": run.owner.text, "id": flags.id, "keep": flags.keep}
+    config = config_of_run(train, device=flags.device, data=flags.data, eval_every=flags.eval_every)
+    link = join(flags.join, outage=outage, timeout=outage, patience=flags.patience, **who)
     worker = ElasticTrainer(config, link)
     folder = Path(flags.out or f"{new_folder(f'{config.algorithm}-{config.task}')}-worker{link.rank}")
     try:
@@ -77,7 +87,7 @@ def main(arguments: list[str]) -> int:
     except OSError as cause:
         raise ConfigError(f"cannot write the folder {folder}: {cause.strerror or cause}") from cause
     console = Console()
-    with _interrupted_by_sigterm(), _warnings_on(console):
+    with interrupted_by_sigterm(), _warnings_on(console):
         return _train(worker, folder, console)
 
 
@@ -102,6 +112,7 @@ def _train(worker: ElasticTrainer, folder: Path, console: Console) -> int:
             link.close()
         print(f"worker {link.rank} left the run at step {worker.step}; the same command brings it back", flush=True)
         return 130
+    link.close()
     figures = summarise(worker, progress)
     keep_result(folder, figures, [metrics.problem])
     show_figures(figures, folder)
@@ -137,9 +148,7 @@ def check_elastic(config: RunConfig) -> None:
     for name, usual in {"warm_start": 0, "non_iid": None, "shards": 1, "workers": None}.items():
         if getattr(config, name) != usual:
             flag = name.replace("_", "-")
-            raise ConfigError(
-                f"--{flag} {getattr(config, name)} needs workers that never change: leave it out of a run on a store"
-            )
+            raise ConfigError(f"--{flag} {getattr(config, name)} needs workers that never change: leave it out")
 
 
 class ElasticTrainer:
@@ -242,8 +251,8 @@ def _warnings_on(console: Console) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """SIGTERM, by which machines that are rented by the minute are taken away, leaves the run like Ctrl-C."""
+def interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM, by which machines that are rented by the minute are taken away, ends a command like Ctrl-C."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

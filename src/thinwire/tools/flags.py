@@ -21,6 +21,7 @@ _ABOUT = {
     "train": "Train with real worker processes: started here, or joined under torchrun.",
     "sim": "Train on simulated workers and report the time that a network of your choice would take.",
     "run create": "Make a run on an object store, whose workers come and go.",
+    "run serve": "Hold a run for a cluster, whose workers come and go.",
     "compare": "Run several methods on the same task, with several seeds, and compare loss, bytes and time.",
 }
 

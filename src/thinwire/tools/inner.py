@@ -27,7 +27,7 @@ def inner_of(name: str, model: nn.Module, config: RunConfig, *, K: int) -> Optim
         return _SLOW[name](model.parameters(), **_slow_settings(name, config, K))
     if name == "low-rank":
         beta, omega = (config.qh_betas or (0.9,))[0], (config.qh_omegas or (0.97,))[0]
-        settings: dict[str, Any] = {"H": K, "betas": (beta, _beta2(config)), "omega": omega}
+        settings: dict[str, Any] = {"H": K, "betas": (beta, beta2_of(config)), "omega": omega}
         settings |= {"rank": config.settings["rank"]} if "rank" in config.settings else {}  # before LoRDO: of one shape
         return LowRankAdam(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, **settings)
     refuse_slow_settings(config, name)
@@ -39,7 +39,7 @@ def inner_of(name: str, model: nn.Module, config: RunConfig, *, K: int) -> Optim
 
 
 def _adamw(params: Any, config: RunConfig) -> Optimizer:
-    return torch.optim.AdamW(params, lr=config.lr, betas=(0.9, _beta2(config)), weight_decay=config.weight_decay)
+    return torch.optim.AdamW(params, lr=config.lr, betas=(0.9, beta2_of(config)), weight_decay=config.weight_decay)
 
 
 _PLAIN: dict[str, Callable[[Any, RunConfig], Optimizer]] = {
@@ -53,13 +53,15 @@ _SLOW: dict[str, Callable[..., Optimizer]] = {"qhadam": QHAdam, "qhadopt": QHADO
 
 
 def _slow_settings(name: str, config: RunConfig, K: int) -> dict[str, Any]:
-    warmup = config.warm_start if config.qh_warmup is None else config.qh_warmup
+    synchronous = config.warm_start if config.warm_by == "ddp" else 0  # else the inner optimizer takes no step in the start
+    warmup = synchronous if config.qh_warmup is None else config.qh_warmup
     betas = config.qh_betas or (propose_beta(K, steps=max(1, config.steps - warmup)).beta,)
     omegas = config.qh_omegas or ((0.95,) if len(betas) == 1 else None)
     if omegas is None:
         raise ConfigError(f"qh-omegas must be given with qh-betas={betas}: one weight for each momentum")
     settings = {"lr": config.lr, "betas": betas, "omegas": omegas, "weight_decay": config.weight_decay}
-    settings |= {"lives": config.qh_lives, "warmup": warmup, "lr_scale": config.qh_lr_scale}
+    reset = {"zero": True, "age": "age"}[config.qh_reset]
+    settings |= {"lives": config.qh_lives, "warmup": warmup, "reset": reset, "lr_scale": config.qh_lr_scale}
     if name != "qhm":
         # A second moment must not forget a large gradient before the momentum does.
         fitting = 0.9999 if name == "qhadopt" else max(0.95, max(betas) ** 2)
@@ -70,13 +72,14 @@ def _slow_settings(name: str, config: RunConfig, K: int) -> dict[str, Any]:
 def refuse_slow_settings(config: RunConfig, name: str) -> None:
     """Raise a `ConfigError` where a run has settings of slow momenta and `name` has none."""
     plain = RunConfig()
-    for setting in ("qh_betas", "qh_omegas", "qh_lives", "qh_warmup", "qh_lr_scale"):
+    for setting in ("qh_betas", "qh_omegas", "qh_lives", "qh_warmup", "qh_reset", "qh_lr_scale"):
         if (value := getattr(config, setting)) != getattr(plain, setting):
             flag = setting.replace("_", "-")
             raise ConfigError(f"{flag} is a setting of {', '.join(_SLOW)}, not of {name}, got {value!r}")
 
 
-def _beta2(config: RunConfig) -> float:
+def beta2_of(config: RunConfig) -> float:
+    """Decay of the second moment of plain optimizers."""
     return 0.95 if config.beta2 is None else config.beta2
 
 
@@ -86,5 +89,5 @@ def _muon(model: nn.Module, config: RunConfig) -> Optimizer:
     matrices = [p for p in model.parameters() if p.dim() >= 2 and id(p) not in embeddings]
     rest = [p for p in model.parameters() if p.dim() < 2 or id(p) in embeddings]
     groups = [{"params": matrices}, {"params": rest, "matrices": False}]
-    settings: dict[str, Any] = {"lr": config.lr, "betas": 0.9, "omegas": 1.0, "beta2": _beta2(config)}
+    settings: dict[str, Any] = {"lr": config.lr, "betas": 0.9, "omegas": 1.0, "beta2": beta2_of(config)}
     return QHMuon([g for g in groups if g["params"]], weight_decay=config.weight_decay, **settings)

@@ -24,6 +24,7 @@ log = logging.getLogger("thinwire")
 Note = Callable[[str], None]
 
 FORMAT = 1
+TUNING = "tuning"  # folder of the runs that only choose settings
 POINTS = 200  # of a curve, where it has no more evaluations than that
 
 
@@ -69,6 +70,7 @@ class Record:
         versions: of thinwire, torch, numpy, python and platform.
         cores: of the machine.
         date: when it was started.
+        tried: points of its settings that were tried before; 0 where it was not tuned.
     """
 
     arm: str
@@ -80,6 +82,7 @@ class Record:
     versions: dict[str, str]
     cores: int
     date: str
+    tried: int = 0
 
     @property
     def loss(self) -> float:
@@ -147,6 +150,7 @@ def record_of(folder: Path, *, arm: str | None = None, place: str | None = None,
         versions={name: str(version) for name, version in tables.get("versions", {}).items()},
         cores=int(about.get("cores", 0)),
         date=str(about.get("started", "")),
+        tried=int(about.get("tried", 0)),
     )
 
 
@@ -253,6 +257,7 @@ def _new_record(row: dict[str, Any]) -> Record:
         versions=dict(row["versions"]),
         cores=int(row["cores"]),
         date=str(row["date"]),
+        tried=int(row.get("tried", 0)),
     )
 
 
@@ -295,8 +300,8 @@ def read_records(path: Path, *, note: Note = log.warning, unfinished: bool = Fal
     """All finished runs in a run folder, in a folder of such folders, or in a file of records.
 
     Args:
-        path: the folder or file. Of a folder all run folders below it are read, then its records.jsonl for those runs whose
-            folders are gone.
+        path: the folder or file. Of a folder all run folders below it are read, but for those of a tuning, then its
+            records.jsonl for those runs whose folders are gone.
         note: is told what was left out, and why.
         unfinished: take runs that are not finished too, as far as they went.
 
@@ -309,7 +314,7 @@ def read_records(path: Path, *, note: Note = log.warning, unfinished: bool = Fal
         raise ConfigError(f"no run, folder of runs or file of records at {path}")
     records, kept = [], []
     for folder, below, files in os.walk(path):
-        below.sort()
+        below[:] = sorted(name for name in below if name != TUNING)  # losses of short runs on other validation samples
         kept += [Path(folder) / name for name in files if name == "records.jsonl"]
         if "run.toml" in files:
             below.clear()  # a run folder has no other run in it

@@ -14,7 +14,7 @@ from rich.text import Text
 from thinwire.errors import ConfigError, check_whole_number
 from thinwire.network import parse_duration
 from thinwire.sharding.mesh import worker_count
-from thinwire.tools.arms import split_arguments, split_words
+from thinwire.tools.arms import alternatives, split_arguments, split_words
 from thinwire.tools.command_flags import CompareFlags
 from thinwire.tools.commands.report import terminal
 from thinwire.tools.compare import RECORDS, Run, run_all, run_folders
@@ -26,7 +26,9 @@ from thinwire.tools.report.comparison import comparisons
 from thinwire.tools.report.terminal import show
 from thinwire.tools.runners import LabRunner, ProcessRunner, Runner, SimulatedRunner
 from thinwire.tools.start import rehearse
+from thinwire.tools.tune import Chosen, check_tune_steps, parse_rates, tune
 
+Arms = dict[str, list[RunConfig]]  # by name, each with the alternatives to choose from
 EXAMPLE = 'thinwire compare ddp demo "diloco --H 32" --task gpt-nano --workers 4 --seeds 3'
 
 
@@ -42,18 +44,25 @@ def main(arguments: list[str]) -> int:
         raise ConfigError("compare starts its workers itself: call it without torchrun")
     arms, flags = parse_arms(words, common)
     runner = _runner(flags)
-    runs = _runs(arms, flags)
-    for run in runs[: len(arms)]:  # the first seed of each: a typo in the last arm costs nothing
-        _check(run, runner)
+    _check_tuning(arms, flags)
+    for name, configs in arms.items():  # a typo in the last arm costs nothing
+        for config in configs:
+            _check(name, config, runner)
     if flags.lab:
         check_machine()
-    return _compare(runs, runner, flags, again=[*words, *common])
+    fixed = frozenset(name for name, _, own in map(split_words, words) if peek(own, "--lr") is not None)
+    return _compare(arms, fixed, runner, flags, again=arguments)
 
 
-def _compare(runs: list[Run], runner: Runner, flags: CompareFlags, *, again: list[str]) -> int:
-    out, console = runs[0].folder.parent, terminal()
+def _compare(arms: Arms, fixed: frozenset[str], runner: Runner, flags: CompareFlags, *, again: list[str]) -> int:
+    out, console = Path(flags.out or new_folder("compare")), terminal()
     try:
         out.mkdir(parents=True, exist_ok=True)
+        chosen = {name: Chosen(configs[0], tried=0) for name, configs in arms.items()}
+        if flags.tune is not None:
+            how = {"seed": parse_seeds(flags.seeds)[0], "steps": flags.tune_steps, "jobs": flags.jobs}
+            chosen = tune(arms, runner, out, rates=parse_rates(flags.tune), fixed=fixed, console=console, **how)
+        runs = _runs(chosen, flags, out)
         failures = run_all(runs, runner, out, jobs=flags.jobs, console=console)
     except OSError as cause:
         raise ConfigError(f"cannot write the folder of the comparison {out}: {cause.strerror or cause}") from cause
@@ -76,23 +85,24 @@ def _compare(runs: list[Run], runner: Runner, flags: CompareFlags, *, again: lis
 # --- From words to runs --------------------------------------------------------------------------------------------------
 
 
-def parse_arms(words: Sequence[str], common: Sequence[str]) -> tuple[dict[str, RunConfig], CompareFlags]:
-    """The arms by name, and the flags that all share.
+def parse_arms(words: Sequence[str], common: Sequence[str]) -> tuple[Arms, CompareFlags]:
+    """The arms by name, each with the alternatives to choose from, and the flags that all share.
 
     Args:
-        words: one per arm: "diloco --H 32", or with a name, "thin = demo --lr 2e-3".
+        words: one per arm: "diloco --H 32", or with a name, "thin = demo --lr 2e-3"; "diloco --H {8,32}" for alternatives.
         common: flags of all arms; an arm's own come after them and win.
     """
     for flag, instead in (("--algorithm", "the words before all flags name the methods"), ("--seed", "give --seeds")):
         if peek(list(common), flag) is not None:
             raise ConfigError(f"{flag} is not for all methods of a comparison: {instead}")
-    configs: dict[str, RunConfig] = {}
+    configs: Arms = {}
     given: dict[str, CompareFlags] = {}
     for word in words:
-        name, algorithm, own = split_words(word)
+        name, algorithm, _ = split_words(word)
         if name in configs:
             raise ConfigError(f"two methods are called {name!r}: give one a name of its own, such as 'other = {algorithm} ...'")
-        configs[name], given[name] = _parse_arm(name, algorithm, own, common)
+        parsed = [_parse_arm(name, algorithm, split_words(one)[2], common) for one in alternatives(word)]
+        configs[name], given[name] = [config for config, _ in parsed], parsed[0][1]
     shared = [flags for name, flags in given.items() if not split_words(words[list(given).index(name)])[2]]
     first = shared[0] if shared else next(iter(given.values()))
     for name, flags in given.items():
@@ -103,7 +113,8 @@ def parse_arms(words: Sequence[str], common: Sequence[str]) -> tuple[dict[str, R
 
 def _parse_arm(name: str, algorithm: str, own: list[str], common: Sequence[str]) -> tuple[RunConfig, CompareFlags]:
     try:
-        return parse_run("compare", [*common, "--algorithm", algorithm, *own], CompareFlags)
+        config, flags = parse_run("compare", [*common, "--algorithm", algorithm, *own], CompareFlags)
+        return replace(config, workers=config.workers or 2), flags
     except ConfigError as error:
         raise ConfigError(f"in {name!r}: {error}") from error
     except SystemExit as error:
@@ -154,20 +165,31 @@ def _runner(flags: CompareFlags) -> Runner:
     return ProcessRunner(checkpoint_every=flags.checkpoint_every, timeout=timeout)
 
 
-def _runs(arms: dict[str, RunConfig], flags: CompareFlags) -> list[Run]:
+def _check_tuning(arms: Arms, flags: CompareFlags) -> None:
+    """Refuse wrong flags of a tuning, and alternatives that nothing would choose from."""
+    parse_seeds(flags.seeds)
+    check_tune_steps(flags.tune_steps)
+    if flags.tune is not None:
+        parse_rates(flags.tune)
+    elif flags.tune_steps is not None or any(len(configs) > 1 for configs in arms.values()):
+        what = "--tune-steps" if flags.tune_steps is not None else "what stands in braces"
+        raise ConfigError(f"{what} is for choosing settings: give --tune, such as --tune 1e-3,1.41e-3,2e-3")
+
+
+def _runs(chosen: dict[str, Chosen], flags: CompareFlags, out: Path) -> list[Run]:
     """All runs, one seed after the other, so that there is something to compare early."""
-    out = Path(flags.out or new_folder("compare"))
     runs = []
     for seed in parse_seeds(flags.seeds):
-        for (name, config), folder in zip(arms.items(), run_folders(list(arms)), strict=True):
-            mine = replace(config, seed=seed, workers=config.workers or 2)
-            runs.append(Run(name, mine, out / f"{folder}-seed{seed}"))
+        for (name, point), folder in zip(chosen.items(), run_folders(list(chosen)), strict=True):
+            part = point.config.val_part if flags.tune is None else "claim"
+            mine = replace(point.config, seed=seed, val_part=part)
+            runs.append(Run(name, mine, out / f"{folder}-seed{seed}", point.tried))
     return runs
 
 
-def _check(run: Run, runner: Runner) -> None:
+def _check(name: str, config: RunConfig, runner: Runner) -> None:
     try:
-        runner.check(run.config)
-        rehearse(run.config)
+        runner.check(config)
+        rehearse(config)
     except ConfigError as error:
-        raise ConfigError(f"in {run.arm!r}: {error}") from error
+        raise ConfigError(f"in {name!r}: {error}") from error

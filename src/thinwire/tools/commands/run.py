@@ -1,24 +1,29 @@
-"""`thinwire run`: make a run on an object store, and change who may take part in it."""
+"""`thinwire run`: make a run on an object store and change who may take part in it, or hold one for a cluster."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import tyro
 
 from thinwire.errors import ConfigError
-from thinwire.links.join import open_run
+from thinwire.links.host import RunHost
+from thinwire.links.join import open_run, split_address
 from thinwire.links.keys import PREFIX, PrivateKey, PublicKey
 from thinwire.links.objects import ObjectStore
 from thinwire.links.run import Run, SignedRoster, create_run
-from thinwire.tools.elastic import check_elastic
+from thinwire.tools.config import RunConfig
+from thinwire.tools.elastic import check_elastic, interrupted_by_sigterm
 from thinwire.tools.flags import parse_run
 from thinwire.tools.start import rehearse
 from thinwire.tools.subcommands import choose_command
 
 HELP = """\
-Runs on an object store, whose workers come and go. Needs the extra thinwire[store].
+Runs whose workers come and go: on an object store (needs the extra thinwire[store]), or on a cluster.
 
 usage: thinwire run COMMAND URL [options]
 
@@ -27,15 +32,19 @@ usage: thinwire run COMMAND URL [options]
   add           Let one more worker take part: thinwire run add URL ed25519:... --key owner.key
   revoke        Let a worker take part no longer: thinwire run revoke URL ed25519:... --key owner.key
   show          Print the settings and the roster.
+  serve         Hold a run for workers that reach each other and this machine, until Ctrl-C; private networks only:
+                thinwire run serve tcp://10.0.0.1:29400 --folder runs/one --members 4 --algorithm demo
 
-URL is s3://bucket/run, gs://bucket/run, az://container/run or file:///folder.
+URL is s3://bucket/run, gs://bucket/run, az://container/run or file:///folder; for serve it is tcp://host:port.
 A worker joins with: thinwire train --join URL --key worker.key
+on a cluster with:   thinwire train --join tcp://host:port --id 0 --keep folder
 """
 
 
 def main(arguments: list[str]) -> int:
-    """Dispatch to create, add, revoke or show."""
-    return choose_command("run", HELP, {"create": _create, "add": _add, "revoke": _revoke, "show": _show}, arguments)
+    """Dispatch to create, add, revoke, show or serve."""
+    commands = {"create": _create, "add": _add, "revoke": _revoke, "show": _show, "serve": _serve}
+    return choose_command("run", HELP, commands, arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +66,53 @@ class CreateFlags:
 def _create(arguments: list[str]) -> int:
     url, rest = _address("create", arguments)
     config, flags = parse_run("run create", rest, CreateFlags)
-    if not flags.own_loop:
-        check_elastic(config)
-        rehearse(config)
+    train = _settings(config, own_loop=flags.own_loop)
     owner = PrivateKey.read(flags.key)
     workers = [_public(text) for text in flags.add] or [owner.public]
     store = ObjectStore(url, conditional=flags.keeper is None)
     if flags.keeper is None:
         store.probe("owner")
-    train = {} if flags.own_loop else {name: value for name, value in asdict(config).items() if value is not None}
     run = create_run(store, owner, workers, train=train, quorum=flags.quorum, keeper=flags.keeper)
     _print(url, run, SignedRoster(store, run))
+    return 0
+
+
+def _settings(config: RunConfig, *, own_loop: bool) -> dict[str, Any]:
+    """What `thinwire train --join` is told, once it is known to work; nothing where users bring their own loop."""
+    if own_loop:
+        return {}
+    check_elastic(config)
+    rehearse(config)
+    return {name: value for name, value in asdict(config).items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeFlags:
+    """Hold a run for a cluster."""
+
+    folder: str = "thinwire-host"
+    """Where this host keeps its settings and a note that the run has begun: give the same when it is started again."""
+    members: int = 0
+    """How many workers may take part; their ids are from 0 on. Needed."""
+    own_loop: bool = False
+    """The workers bring training loops of their own (thinwire.join), so that the run has no settings."""
+    quorum: int = 1
+    """Messages that a round needs at the least."""
+
+
+def _serve(arguments: list[str]) -> int:
+    url, rest = _address("serve", arguments)
+    config, flags = parse_run("run serve", rest, ServeFlags)
+    host, port = split_address(url)
+    if flags.members < 1:
+        raise ConfigError(f"say how many workers may take part: thinwire run serve {url} --members 4 ...")
+    train = _settings(config, own_loop=flags.own_loop)
+    with contextlib.closing(
+        RunHost(host, port, workers=flags.members, folder=flags.folder, train=train, quorum=flags.quorum)
+    ) as held:
+        print(f"serving a run of {flags.members} workers at {held.url}", flush=True)
+        with interrupted_by_sigterm(), contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
     return 0
 
 

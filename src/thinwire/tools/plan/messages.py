@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from thinwire.codecs import Dense
+from thinwire.codecs import Codec, Dense
 from thinwire.core.average import message_nbytes
 from thinwire.core.fragments import Fragments
 from thinwire.core.optimizer import Algorithm
@@ -95,7 +95,8 @@ def period_of(config: RunConfig, model: nn.Module, *, workers: int, backward: fl
     config.validate()
     optimizer = optimizer_of(replace(config, steps=10**6), on_meta(model), NullLink(workers))
     steps = _length(optimizer.schedule)
-    return _with_votes(_with_buffers(Period(steps, tuple(_scheduled(optimizer, 1, steps))), optimizer))
+    at_last = max(optimizer.codecs.until, default=0)  # what a schedule of codecs ends with is what goes on
+    return _with_votes(_with_buffers(Period(steps, tuple(_scheduled(optimizer, 1, steps, rounds=at_last))), optimizer))
 
 
 def run_messages(config: RunConfig, model: nn.Module, *, workers: int) -> list[Message]:
@@ -113,29 +114,31 @@ def run_messages(config: RunConfig, model: nn.Module, *, workers: int) -> list[M
     model, link, first = on_meta(model), NullLink(workers), config.warm_start + 1
     messages = list(_scheduled(warm_start_of(config, model, link).at_work, 1, config.warm_start)) if config.warm_start else []
     optimizer = optimizer_of(config, model, link)
-    messages += _scheduled(optimizer, first, config.steps)
+    messages += _scheduled(optimizer, first, config.steps, rounds=len(messages))
     everything, last = tuple(range(optimizer.schedule.fragments)), optimizer.schedule.due(config.steps)
     messages = [replace(m, needed=min(m.needed, config.steps)) for m in messages]
     unsent = last != everything if isinstance(optimizer, Fragments) else not last
     if unsent and "param" not in optimizer.replicated:  # `finish()` sends what the last steps have changed
-        messages.append(Message(config.steps, config.steps, *_message(optimizer, everything)))
+        messages.append(Message(config.steps, config.steps, *_message(optimizer, everything, round=len(messages) + 1)))
     return messages
 
 
-def _scheduled(optimizer: Algorithm, first: int, last: int) -> Iterator[Message]:
-    """The messages that the schedule asks for from one step to another, both included."""
-    made: dict[tuple[int, ...], tuple[int, Op]] = {}
+def _scheduled(optimizer: Algorithm, first: int, last: int, *, rounds: int = 0) -> Iterator[Message]:
+    """The messages that the schedule asks for from one step to another, both included, after so many rounds."""
+    made: dict[tuple[tuple[int, ...], Codec], tuple[int, Op]] = {}
     tau = optimizer.engine.tau
     for step in range(first, last + 1):
         if due := optimizer.schedule.due(step):
-            nbytes, op = made[due] if due in made else made.setdefault(due, _message(optimizer, due))
+            kind = due, optimizer.codecs.at(rounds + 1)
+            nbytes, op = made[kind] if kind in made else made.setdefault(kind, _message(optimizer, due, round=rounds + 1))
             if nbytes:  # a fragment may be empty
+                rounds += 1
                 yield Message(step, step + tau, nbytes, op)
 
 
-def _message(optimizer: Algorithm, due: tuple[int, ...]) -> tuple[int, Op]:
+def _message(optimizer: Algorithm, due: tuple[int, ...], *, round: int) -> tuple[int, Op]:
     """Length and way of the message of a round in which these states or fragments are due; length 0 of an empty fragment."""
-    out = optimizer.message_of(due)
+    out = optimizer.message_of(due, round=round)
     if out is None:
         return 0, "mean"
     op: Op = "pair" if out.pair is not None else "mean" if out.codec.linear else "gather"

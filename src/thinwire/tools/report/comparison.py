@@ -72,6 +72,26 @@ class Arm:
         known = "parameters" in self.first.figures  # not of a run that was interrupted
         return ddp_bytes(self.first.figures) / sent.mean if known and sent is not None and sent.mean else None
 
+    def fewer_among(self, workers: int) -> float | None:
+        """The same with another number of workers, computed from what was sent; None where that does not tell.
+
+        Messages are as long whatever the number of workers. Of a gathered one M - 1 copies leave a worker, of one in a ring
+        2 (M - 1) / M: with three or more workers, what was sent and the length of the messages tell how much was which. What
+        is swapped in pairs leaves once.
+        """
+        sent, payload, M = self.sample("sent"), self.sample("payload"), int(self.first.figures["workers"])
+        if self.fewer is None or sent is None or payload is None or self.first.config.shards > 1:
+            return None
+        S, P = sent.mean, payload.mean
+        if self.first.config.algorithm == "noloco":
+            there = S
+        elif M < 3:
+            return None
+        else:
+            ring = min(P, max(0.0, ((M - 1) * P - S) / ((M - 1) * (1 - 2 / M))))
+            there = (P - ring) * (workers - 1) + ring * 2 * (workers - 1) / workers
+        return ddp_bytes({**self.first.figures, "workers": workers}) / there if there else None
+
     @property
     def unfinished(self) -> bool:
         """Whether its run was interrupted or is still running."""
@@ -104,15 +124,33 @@ class Comparison:
         return job | mine | {k: v for k, v in _settings(arm.first).items() if k not in self.common}
 
     def against(self, arm: Arm) -> float | None:
-        """Loss against the baseline's, in percent."""
+        """Loss against the baseline's, in percent: the mean over the seeds that both have, if any; else of the means."""
         base = self.baseline.loss.mean
-        if arm.unfinished or self.baseline.unfinished:
-            return None  # losses of different steps
-        return 100 * (arm.loss.mean / base - 1) if arm is not self.baseline and base > 0 and arm.loss.finite else None
+        if arm is self.baseline or arm.unfinished or self.baseline.unfinished or not arm.loss.finite:
+            return None  # of unfinished runs: losses of different steps
+        if paired := self.differences(arm):
+            return statistics.fmean(paired)
+        return 100 * (arm.loss.mean / base - 1) if base > 0 else None
+
+    def differences(self, arm: Arm) -> tuple[float, ...]:
+        """Loss against the baseline's of the same seed, in percent, for each seed that both have."""
+        base = {record.config.seed: record.loss for record in self.baseline.records}
+        both = [(record.loss, base[record.config.seed]) for record in arm.records if record.config.seed in base]
+        return tuple(100 * (mine / its - 1) for mine, its in both if its > 0 and math.isfinite(mine))
+
+    def error(self, arm: Arm) -> float | None:
+        """Standard error of `against`; None with fewer than two seeds that both have."""
+        paired = self.differences(arm)
+        return None if self.against(arm) is None or len(paired) < 2 else statistics.stdev(paired) / math.sqrt(len(paired))
 
     def p_value(self, arm: Arm) -> float | None:
         """How likely so large a difference to the baseline is by the choice of seeds alone."""
-        return None if arm is self.baseline else p_value(arm.loss.values, self.baseline.loss.values)
+        if arm is self.baseline:
+            return None
+        paired = self.differences(arm)
+        if len(paired) < 2 or not arm.loss.finite:
+            return p_value(arm.loss.values, self.baseline.loss.values)
+        return paired_p_value(paired)
 
 
 def p_value(mine: Sequence[float], base: Sequence[float]) -> float | None:
@@ -127,6 +165,16 @@ def p_value(mine: Sequence[float], base: Sequence[float]) -> float | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of nearly equal values, which are what they are
         result: Any = ttest_ind(mine, base, equal_var=False)
+    return float(result.pvalue)
+
+
+def paired_p_value(differences: Sequence[float]) -> float | None:
+    """The t-test of differences between pairs, two-sided; None without any spread, or without scipy."""
+    if statistics.pvariance(differences) == 0 or not scipy_is_here():
+        return None
+    from scipy.stats import ttest_1samp
+
+    result: Any = ttest_1samp(differences, 0.0)
     return float(result.pvalue)
 
 

@@ -24,9 +24,11 @@ NO_CURVES = "These records have no curves, so there are no figures over steps an
 NO_TIMES = "These records have no times, so there is no figure over time."
 NO_DRIFT = "At every evaluation all workers held the same model: none drifted."
 FOOTER = (
-    "Loss: mean over seeds, with their standard deviation. p: Welch's t-test against the baseline, two-sided: how likely so "
-    "large a difference is by the choice of seeds alone. Fewer: times fewer bytes than fp32 gradients at every step. Waiting: "
-    "the share of the time that a worker spent on the wire. Drift: how far the workers' models were apart at the end."
+    "Loss: mean over seeds, with their standard deviation. Vs baseline: the mean difference to the baseline of the same seed, "
+    "with its standard error. p: paired t-test, two-sided: how likely so large a difference is by the choice of seeds alone. "
+    "Fewer: times fewer bytes than fp32 gradients at every step, and the same with 4 or 8 workers. Tried: settings that were "
+    "tried before, on one seed. Waiting: the share of the time that a worker spent on the wire. Drift: how far the workers' "
+    "models were apart at the end."
 )
 NO_SCIPY = f"There is no p without scipy: {how_to_install('report')}."
 UNFINISHED = "Unfinished runs were interrupted or still go on: they are shown as far as they went, and compared with none."

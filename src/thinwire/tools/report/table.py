@@ -18,6 +18,7 @@ class Cell:
 
 
 NONE = Cell("-")
+OTHER_WORKERS = (4, 8)  # for which a table says how many times fewer bytes there would be
 
 
 def table(comparison: Comparison) -> tuple[list[str], list[list[Cell]]]:
@@ -31,23 +32,38 @@ def _row(comparison: Comparison, arm: Arm) -> dict[str, Cell]:
     sent, fewer = arm.sample("sent"), arm.fewer
     seconds, waiting, drift = arm.sample("seconds"), arm.sample("waiting"), arm.sample("val_drift")
     accuracy, against, p = arm.sample("val_accuracy"), comparison.against(arm), comparison.p_value(arm)
-    percent = "{:+.1f}%" if abs(against or 0.0) < 99.95 else "{:+,.0f}%"
+    rounds, tried = arm.sample("rounds"), arm.first.tried
     share = 100 * waiting.mean / seconds.mean if waiting and seconds and seconds.mean > 0 else None
     return {
         "method": Cell(arm.name),
         "loss": NONE if arm.unfinished and arm.sample("val_loss") is None else _show_loss(arm.loss),
-        "vs baseline": Cell("baseline", 0.0) if arm is comparison.baseline else _cell(against, percent),
+        "vs baseline": Cell("baseline", 0.0) if arm is comparison.baseline else _difference(against, comparison.error(arm)),
         "p": NONE if p is None else Cell(show_p(p), p),
         "accuracy": _cell(accuracy and 100 * accuracy.mean, "{:.2f}%"),
         "bytes sent": NONE if sent is None else Cell(show_bytes(sent.mean), sent.mean),
         "fewer": NONE if fewer is None else Cell(show_times(fewer), fewer),
+        **{f"with {workers}": _elsewhere(arm, workers) for workers in OTHER_WORKERS},
+        "rounds": _cell(rounds and rounds.mean, "{:,.0f}"),
         "seconds": _cell(seconds and seconds.mean, "{:.3g}" if seconds and seconds.mean < 100 else "{:,.0f}"),
         "waiting": _cell(share, "{:.0f}%"),
         "drift": NONE if drift is None else Cell(f"{drift.mean:.3f}" if drift.mean else "0", drift.mean),
         "seeds": Cell(str(len(arm.records)), len(arm.records)),
+        "tried": Cell(str(tried), tried) if tried else NONE,
         "place": Cell(arm.first.place),
         "settings": Cell(show_settings(comparison.settings_of(arm))) if comparison.settings_of(arm) else NONE,
     }
+
+
+def _elsewhere(arm: Arm, workers: int) -> Cell:
+    """How many times fewer bytes with another number of workers than the run had."""
+    fewer = None if workers == arm.first.figures["workers"] else arm.fewer_among(workers)
+    return NONE if fewer is None else Cell(show_times(fewer), fewer)
+
+
+def _difference(against: float | None, error: float | None) -> Cell:
+    """A difference in percent, and its standard error where there is one."""
+    cell = _cell(against, "{:+.1f}%" if abs(against or 0.0) < 99.95 else "{:+,.0f}%")
+    return cell if cell is NONE or error is None else Cell(f"{cell.text} ±{error:.1f}", cell.value)
 
 
 def _cell(value: float | None, form: str) -> Cell:

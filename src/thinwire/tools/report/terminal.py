@@ -13,7 +13,18 @@ from thinwire.tools.report.comparison import Comparison, scipy_is_here, show_set
 from thinwire.tools.report.table import headline, table
 
 _TEXTS = {"method": 14, "place": 9}  # with the width that they need at least
-_DROPPED = ("settings", "seeds", "waiting", "seconds", "drift", "bytes sent", "bytes of messages")  # first to last
+_DROPPED = (
+    "settings",
+    "seeds",
+    "waiting",
+    "seconds",
+    "drift",
+    "tried",
+    "with 4",
+    "with 8",
+    "rounds",
+    "bytes sent",
+)  # first to last
 
 
 def show(comparisons: Sequence[Comparison], console: Console) -> None:
@@ -51,6 +62,6 @@ def _with_columns(comparison: Comparison, *, without: Sequence[str]) -> Table:
         drawn.add_row(*(Text(row[number].text) for number in shown))
     seeds = max(len(arm.records) for arm in comparison.arms)
     if seeds > 1:
-        caption = "± standard deviation over seeds; p: Welch's t-test against the baseline"
+        caption = "loss ± standard deviation over seeds; vs baseline: mean over seeds ± standard error; p: paired t-test"
         drawn.caption = Text(caption if scipy_is_here() else f"{caption}, needs scipy: {how_to_install('report')}")
     return drawn

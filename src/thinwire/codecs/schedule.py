@@ -1,0 +1,106 @@
+"""CodecSchedule: another codec in later rounds. Codecs stay frozen; which one a round has follows from its number alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from thinwire.codecs.base import Codec, check_codec
+from thinwire.codecs.chain import Chain
+from thinwire.codecs.text import parse_codec
+from thinwire.errors import ConfigError, check_whole_number
+
+_UNTIL = re.compile(r"\s+until\s+(\d+)\s*,\s*")
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class CodecSchedule:
+    """Codecs one after the other, each until a round.
+
+    >>> from thinwire import DCT, Sign, TopK
+    >>> CodecSchedule(DCT(64) >> TopK(256) >> Sign(), 64, DCT(64) >> TopK(32) >> Sign())
+    DCT(64) >> TopK(256) >> Sign() until 64, DCT(64) >> TopK(32) >> Sign()
+
+    Attributes:
+        codecs: in their order.
+        until: the last round of each but the last one, counted from 1.
+    """
+
+    codecs: tuple[Codec, ...]
+    until: tuple[int, ...]
+
+    def __init__(self, *parts: Codec | int):
+        """Check codecs and rounds.
+
+        Args:
+            parts: a codec, its last round, the next codec, and so on; the last codec has no end.
+        """
+        if len(parts) % 2 == 0:
+            raise ConfigError(f"a schedule is a codec, its last round, the next codec ... and ends with a codec, got {parts!r}")
+        object.__setattr__(self, "codecs", tuple(check_codec(codec) for codec in parts[::2]))
+        rounds = parts[1::2]
+        for least, number in zip([1, *rounds], rounds, strict=False):
+            check_whole_number("the last round of a codec", number, least=least if isinstance(least, int) else 1)
+        object.__setattr__(self, "until", rounds)
+
+    @staticmethod
+    def of(codec: Codec | CodecSchedule) -> CodecSchedule:
+        """A schedule itself, or that of one codec for all rounds."""
+        return codec if isinstance(codec, CodecSchedule) else CodecSchedule(codec)
+
+    def at(self, round: int) -> Codec:
+        """The codec of a round, counted from 1."""
+        return self.codecs[sum(round > last for last in self.until)]
+
+    @property
+    def first_rounds(self) -> tuple[int, ...]:
+        """The first round of each codec."""
+        return (1, *(last + 1 for last in self.until))
+
+    def map(self, change: Callable[[Codec], Codec]) -> CodecSchedule:
+        """The same schedule of other codecs."""
+        made: list[Codec | int] = [change(self.codecs[0])]
+        for number, codec in zip(self.until, self.codecs[1:], strict=True):
+            made += [number, change(codec)]
+        return CodecSchedule(*made)
+
+    def check_slots(self, like: Sequence[Tensor]) -> None:
+        """Refuse chains that would keep a slot of these tensors in different domains: it goes on from one to the next.
+
+        Raises:
+            ConfigError: with the first tensor that one codec cuts into blocks and another sends whole, or their transforms.
+        """
+        chains = [Chain.of(codec) for codec in self.codecs]
+        if len({chain.transform for chain in chains}) > 1:
+            raise ConfigError(f"the codecs of a schedule must have the same transform, got {self!r}")
+        first = set(chains[0].plan(like).layout.dense)
+        for chain in chains[1:]:
+            if odd := first ^ set(chain.plan(like).layout.dense):
+                shape = tuple(like[min(odd)].shape)
+                what = (
+                    f"a tensor of shape {shape} is sent whole by one of {chains[0]!r} and {chain!r}, and in blocks by the other"
+                )
+                raise ConfigError(f"{what}: choose numbers of entries that are closer to each other")
+
+    def __repr__(self) -> str:
+        """As `parse_wire` reads it."""
+        ends = [f" until {number}, " for number in self.until]
+        return "".join(f"{codec!r}{end}" for codec, end in zip(self.codecs, [*ends, ""], strict=True))
+
+
+def parse_wire(text: str) -> Codec | CodecSchedule:
+    """What a text means on a command line: a codec, or several, each until a round.
+
+    Args:
+        text: as `parse_codec` takes it, or "CODEC until 64, CODEC".
+
+    Raises:
+        ConfigError: showing what is not understood, and what would be.
+    """
+    words = _UNTIL.split(text)
+    if len(words) == 1:
+        return parse_codec(text)
+    return CodecSchedule(*(int(word) if i % 2 else parse_codec(word.strip()) for i, word in enumerate(words)))

@@ -1,0 +1,100 @@
+"""`thinwire compare --tune`: one grid for all methods, wider where the best is at an edge; then the runs that count."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tools.test_compare import call
+from thinwire.errors import ConfigError
+from thinwire.links import SoloLink
+from thinwire.tools.arms import alternatives, split_arguments
+from thinwire.tools.build import optimizer_of
+from thinwire.tools.commands.compare import parse_arms
+from thinwire.tools.records import read_records
+from thinwire.tools.tune import parse_rates
+
+MATRIX = Path(__file__).parents[2] / "benchmarks" / "matrix"
+JOB = ["--task", "quadratic", "--workers", "2", "--steps", "12", "--eval-every", "0", "--lr-warmup", "0", "--sim"]
+
+
+def test_each_method_is_tuned_on_short_runs_of_one_seed_and_its_points_are_counted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    command = ["data-parallel", "far = diloco --H {2,4}", "fixed = diloco --H 2 --lr 0.01", *JOB, "--warm-start", "3"]
+    command += ["--seeds", "5,6", "--tune", "0.05,0.1", "--out", str(tmp_path)]
+    code, printed, err = call(capsys, *command)
+    assert (code, err) == (0, "")
+    tuning, claims = read_records(tmp_path / "tuning" / "records.jsonl"), read_records(tmp_path)
+    assert {(r.config.steps, r.config.warm_start, r.config.seed, r.config.val_part) for r in tuning} == {(4, 1, 5, "tuning")}
+    assert {(r.config.steps, r.config.warm_start, r.config.val_part) for r in claims} == {(12, 3, "claim")}
+    for arm in ("data-parallel", "far", "fixed"):
+        mine = [r for r in tuning if r.arm == arm]
+        best = min(mine, key=lambda r: r.loss)
+        chosen = [r for r in claims if r.arm == arm]
+        assert [r.config.seed for r in chosen] == [5, 6]
+        assert {(r.config.lr, r.config.settings.get("H"), r.tried) for r in chosen} == {
+            (best.config.lr, best.config.settings.get("H"), len(mine))
+        }
+        assert f"{arm}: lr {best.config.lr:g}, the best of" in printed
+        rates = sorted({r.config.lr for r in mine})
+        if arm == "fixed":
+            assert rates == [0.01]
+        else:  # AdamW moves by lr a step, and the optimum is far: the best is never the least that was tried
+            assert rates[:3] == [0.05, 0.1, 0.2]
+    assert len([r for r in tuning if r.arm == "far"]) % 2 == 0, "each alternative with every rate"
+    assert "tried" in printed
+
+    before = json.loads((tmp_path / "far-seed5" / "summary.json").read_text())
+    code, printed, _ = call(capsys, *command)
+    assert code == 0
+    assert "[1/" not in printed, "all is there already"
+    assert json.loads((tmp_path / "far-seed5" / "summary.json").read_text()) == before
+
+
+def test_a_file_has_methods_and_flags_of_all(tmp_path: Path) -> None:
+    file = tmp_path / "arms.txt"
+    file.write_text('# what is compared\nddp\n\nfar = diloco --H 4\n--task quadratic --steps 9\n--wire "DCT(8) >> Sign()"\n')
+    words, flags = split_arguments(["demo", f"@{file}", "--steps", "12"])
+    assert words == ["demo", "ddp", "far = diloco --H 4"]
+    assert flags == ["--task", "quadratic", "--steps", "9", "--wire", "DCT(8) >> Sign()", "--steps", "12"], "the last one wins"
+    with pytest.raises(ConfigError, match=r"cannot read the methods in .*nothing.*: No such file"):
+        split_arguments([f"@{tmp_path}/nothing"])
+
+
+@pytest.mark.parametrize("file", sorted(MATRIX.glob("*.txt")), ids=lambda file: file.name)
+def test_the_methods_of_the_evidence_can_be_built(file: Path) -> None:
+    words, common = split_arguments([f"@{file}", f"@{MATRIX / 'start.txt'}"])
+    arms, _ = parse_arms(words, common) if words else ({}, None)
+    for config in (config for configs in arms.values() for config in configs):
+        optimizer_of(config, torch.nn.Linear(64, 64), SoloLink())
+        assert (config.lr_schedule, config.val_windows, config.warm_start) == ("wsd", 512, 256)
+
+
+def test_braces_stand_for_alternatives() -> None:
+    assert alternatives("d = diloco --H {8,32} --outer-momentum {0,0.5}") == [
+        "d = diloco --H 8 --outer-momentum 0",
+        "d = diloco --H 8 --outer-momentum 0.5",
+        "d = diloco --H 32 --outer-momentum 0",
+        "d = diloco --H 32 --outer-momentum 0.5",
+    ]
+    assert alternatives("ddp") == ["ddp"]
+
+
+@pytest.mark.parametrize("text", ["1e-3", "2e-3,1e-3", "1e-3,2e-3,3e-3", "a,b", "0,1", ""])
+def test_rates_that_are_no_grid_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="tune must be two or more learning rates a constant factor apart"):
+        parse_rates(text)
+
+
+def test_what_only_a_tuning_reads_is_refused_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["diloco --H {2,4}"], "what stands in braces is for choosing settings: give --tune"),
+        (["ddp", "--tune-steps", "4"], "--tune-steps is for choosing settings: give --tune"),
+        (["ddp", "--tune", "1e-3,2e-3", "--tune-steps", "1"], "tune-steps must be a whole number of at least 2, got 1"),
+    ):
+        code, _, err = call(capsys, *words, *JOB)
+        assert (code, message in err) == (2, True), err

@@ -265,17 +265,11 @@ class Algorithm(JoiningOptimizer, Reporting):
             **policy,
             "buffers": [describe(local(b)) for b in self.buffers],
             **gates.describe_parameters(self),
-            **self._arithmetic(),
+            **({gates.KERNELS: told} if (told := self.codecs.arithmetic(self.params()[0].device)) else {}),
             "steps so far": self.common_steps,
             "rounds so far": self.rounds,
             **gates.hashes_of_replicated(self),
         }
-
-    def _arithmetic(self) -> dict[str, object]:
-        """The kernels that decode messages, where there are several whose last bits differ."""
-        device = self.params()[0].device
-        told = next(filter(None, (codec.arithmetic(device) for codec in self.codecs.codecs)), "")
-        return {gates.KERNELS: told} if told else {}
 
     def joiner_copies(self, key: str) -> bool:  # noqa: ARG002
         """Whether a worker that joins may copy this of any other's own state ("param", a slot, "inner.exp_avg", ...).

@@ -59,8 +59,8 @@ class Trial:
 def run_trial(trial: Trial, folder: Path) -> dict[str, Any]:
     """Run it; returns what was committed, and how long after each kill."""
     context = multiprocessing.get_context("forkserver")
-    needed = ["thinwire.algorithms", "thinwire.links.join"] if trial.engine == "thinwire" else ["torchft.local_sgd"]
-    context.set_forkserver_preload(["torch", "tyro", *needed])  # importing takes longer than all that is measured
+    # Importing takes longer than all that is measured. One server forks the workers of both engines.
+    context.set_forkserver_preload(["torch", "tyro", "thinwire.algorithms", "thinwire.links.join", "torchft.local_sgd"])
     port = context.Value("i", 0, lock=False)
     coordinator = context.Process(target=_coordinate, args=(trial, folder, port))
     coordinator.start()

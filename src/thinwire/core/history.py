@@ -39,7 +39,7 @@ class History:
     def __init__(self, engine: ElasticEngine):
         """Nothing was followed yet."""
         self.engine, self.opt, self.link = engine, engine.opt, engine.link
-        self.replaying = self.has_state = False
+        self.replaying = self.has_state = self._kept_one = False
         self._began_at: int | None = None
         self._started_with: dict[str, Any] | None = None
 
@@ -219,8 +219,9 @@ class History:
         """Members write checkpoints in turn; what a worker keeps for itself, each does."""
         every, ids, number = self.link.checkpoint_every, sorted(manifest.counted), manifest.number
         due = bool(every) and number % every == 0
-        if due and self.link.own_checkpoints is not None:
+        if self.link.own_checkpoints is not None and (due or not self._kept_one):  # the first one at once: all may die early
             self.link.own_checkpoints.write(number, self._packed())
+            self._kept_one = True
         try:
             turn = ids[(number // every if due else number) % len(ids)]
             if mine and turn == self.link.rank and (due or self.link.state_wanted()):

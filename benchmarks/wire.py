@@ -2,12 +2,12 @@
 
 A full DeMo round on GPT-2-shaped lists of tensors: accumulate the momentum, transform, select, pack, exchange, unpack,
 decode, apply. Two gloo workers on loopback, one thread each. All ways take turns in the same loop, so that a noisy machine
-disturbs them alike.
+disturbs them alike; CPU seconds of a process, which say the same on a busy machine but for its caches, stand beside.
 
 * rounds: the fast path against `tests/codecs/simple.py` (tensor by tensor, int64 + float32, two all_gathers each), beside a
   step of AdamW (foreach and fused) and a plain all-reduce of the same parameters;
 * bytes: one worker's message, and how far its indices are above the entropy bound;
-* memory: the most that a round takes beside parameters, gradients and momentum;
+* memory: the most that a round takes beside parameters, gradients and momentum; of the optimizers too, and with 8 workers;
 * workers: time to read and apply the messages of 1 to 32 workers.
 """
 
@@ -32,8 +32,9 @@ from torch import Tensor
 
 from benchmarks import record
 from benchmarks.pair import SIZES, gpt_shapes, run_pair
-from thinwire import DCT, Float, Int8, Link, Mean, Sign, TopK, share
-from thinwire.codecs import Chain, Messages
+from thinwire import DCT, DecoupledDiLoCo, Float, Int8, Link, Mean, Sign, TopK, kernels, share
+from thinwire import DeMo as DeMoOptimizer
+from thinwire.codecs import Chain, Made, Messages
 from thinwire.payload import Payload
 
 DECAY, LR = 0.999, 1e-3
@@ -42,6 +43,7 @@ FAST: dict[str, Chain] = {
     "thinwire k=32 bf16": DCT(64) >> TopK(32) >> Float("bf16"),
     "thinwire k=32 1-bit": DCT(64) >> TopK(32) >> Sign(),
     "thinwire k=8 1-bit": DCT(64) >> TopK(8) >> Sign(),
+    "thinwire k=128 1-bit": DCT(64) >> TopK(128) >> Sign(),
 }
 SIMPLE = {"simple k=32": 32, "simple k=8": 8}
 
@@ -50,17 +52,23 @@ class DeMo:
     """The state of one worker, and a round the simple way and the fast way; they differ in nothing but rounding."""
 
     def __init__(self, link: Link, shapes: Sequence[tuple[int, ...]]):
-        torch.manual_seed(link.rank)
+        torch.manual_seed(0)
         self.link = link
         self.params = [torch.randn(s).mul_(0.02) for s in shapes]
+        torch.manual_seed(1 + link.rank)
         self.grads = [torch.randn(s) for s in shapes]
-        self.momenta = {name: [torch.zeros(s) for s in shapes] for name in SIMPLE}
-        for name, chain in FAST.items():
-            self.momenta[name] = [torch.zeros(s) for s in chain.slot_shapes(self.params)]
+        self.momenta: dict[str, list[Tensor]] = {}
         self.rounds = 0
 
+    def momentum(self, name: str) -> list[Tensor]:
+        """That of one way, made when it is first asked for."""
+        if name not in self.momenta:
+            shapes = FAST[name].slot_shapes(self.params) if name in FAST else [p.shape for p in self.params]
+            self.momenta[name] = [torch.zeros(s) for s in shapes]
+        return self.momenta[name]
+
     def simple(self, name: str) -> None:
-        for p, g, m in zip(self.params, self.grads, self.momenta[name], strict=True):
+        for p, g, m in zip(self.params, self.grads, self.momentum(name), strict=True):
             codec = SimpleTopK(tuple(p.shape), SIMPLE[name])
             m.mul_(DECAY).add_(g)
             places, values = codec.encode(m)
@@ -71,7 +79,7 @@ class DeMo:
 
     def fast(self, name: str) -> None:
         self.rounds += 1
-        m, senders = self.momenta[name], Mean(over="senders")
+        m, senders = self.momentum(name), Mean(over="senders")
         got = share(
             self.link, FAST[name], m, self.grads, round=self.rounds, decay=DECAY, scale=1.0, mean=senders, invalid=False
         )
@@ -82,19 +90,21 @@ class DeMo:
 
 
 def take_turns(ways: dict[str, Callable[[], Any]], repeats: int) -> dict[str, dict[str, float]]:
-    """Least and median seconds of each way."""
+    """Least and median seconds of each way, and the least CPU seconds of this process."""
     times: dict[str, list[float]] = {name: [] for name in ways}
+    busy: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(repeats + 1):
         for name, way in ways.items():
             dist.barrier()
-            started = time.perf_counter()
+            started, worked = time.perf_counter(), time.process_time()
             way()
             if turn:  # the first turn warms up
                 times[name].append(time.perf_counter() - started)
-    return {name: {"least": min(t), "median": statistics.median(t)} for name, t in times.items()}
+                busy[name].append(time.process_time() - worked)
+    return {name: {"least": min(t), "median": statistics.median(t), "cpu": min(busy[name])} for name, t in times.items()}
 
 
-def bench_rounds(link: Link, size: str, repeats: int) -> dict[str, Any]:
+def bench_rounds(link: Link, size: str, repeats: int, k: Sequence[int]) -> dict[str, Any]:
     shapes = gpt_shapes(*SIZES[size])
     demo = DeMo(link, shapes)
     flat = torch.cat([g.flatten() for g in demo.grads])
@@ -107,24 +117,84 @@ def bench_rounds(link: Link, size: str, repeats: int) -> dict[str, Any]:
     ways["all-reduce fp32"] = lambda: dist.all_reduce(flat)
     ways["AdamW foreach"] = torch.optim.AdamW(params, lr=LR, foreach=True).step
     ways["AdamW fused"] = torch.optim.AdamW(params, lr=LR, fused=True).step
+    ways = {name: way for name, way in ways.items() if not (found := _k(name)) or found in k}
     return {"parameters": flat.numel(), "tensors": len(shapes), "seconds": take_turns(ways, repeats)}
 
 
-def bench_memory(link: Link, size: str) -> dict[str, float]:
+def _k(way: str) -> int:
+    """The k in the name of a way; 0 where there is none."""
+    return next((int(word.removeprefix("k=")) for word in way.split() if word.startswith("k=")), 0)
+
+
+def bench_memory(link: Link, size: str, k: Sequence[int]) -> dict[str, float]:
     """Peak of the resident memory during a round, above what was resident before it, in MB."""
     demo = DeMo(link, gpt_shapes(*SIZES[size]))
     ways: dict[str, Callable[[], None]] = {name: lambda name=name: demo.fast(name) for name in FAST}
     for name in SIMPLE:
         ways[name] = lambda name=name: demo.simple(name)
     peaks = {}
-    for name, way in ways.items():
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # give freed memory back, so that its use counts again
-        before = _resident()
-        Path("/proc/self/clear_refs").write_text("5")  # begin to measure the peak anew
-        way()
-        peaks[name] = (_resident("VmHWM") - before) / 1e6
+    for name in (name for name in ways if _k(name) in k):
+        demo.momentum(name)
+        peaks[name] = _peak(ways[name])
+    demo.momenta.clear()
+    codec = DCT(64) >> TopK(32) >> Sign()
+    for make in (_demo, _decoupled_diloco):
+        params = [torch.nn.Parameter(p) for p in demo.params]
+        for p, g in zip(params, demo.grads, strict=True):
+            p.grad = g
+        step = make(params, link, codec)
+        step()
+        peaks[f"{make.__name__[1:]}, the optimizer, k=32 1-bit"] = _peak(step)
     return peaks
+
+
+def _demo(params: list[torch.nn.Parameter], link: Link, codec: Chain) -> Callable[[], Any]:
+    return DeMoOptimizer(params, link, codec=codec).step
+
+
+def _decoupled_diloco(params: list[torch.nn.Parameter], link: Link, codec: Chain) -> Callable[[], Any]:
+    return DecoupledDiLoCo(torch.optim.SGD(params, lr=1e-6, foreach=False), link, H=1, codec=codec).step
+
+
+def _peak(way: Callable[[], Any]) -> float:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # give freed memory back, so that its use counts again
+    before = _resident()
+    Path("/proc/self/clear_refs").write_text("5")  # begin to measure the peak anew
+    way()
+    return (_resident("VmHWM") - before) / 1e6
+
+
+def bench_memory_of_many(size: str, k: int = 128, workers: int = 8) -> dict[str, Any]:
+    """The same of a worker's whole round with DeMo's and with DecoupledDiLoCo's steps, the others' messages at hand."""
+    shapes, chain, senders = gpt_shapes(*SIZES[size]), DCT(64) >> TopK(k) >> Sign(), Mean(over="senders")
+    a, x, m = ([torch.randn(s).mul_(0.02) for s in shapes] for _ in range(3))
+    slots = [torch.zeros(s) for s in chain.slot_shapes(x)]
+    theirs = [chain.encode([torch.randn(s) for s in shapes])]
+    theirs = [Payload(theirs[0].data.clone()) for _ in range(workers - 1)]
+    feed = Made((m, a, x), lambda _, m, a, x: torch.mul(m, DECAY).add_(a - x))
+
+    def demo() -> None:
+        mine = chain.encode_slots(slots, x, decay=DECAY, scale=1.0, made=Made((x, a), lambda _, x, a: x / (a.abs() + 1)))
+        received = chain.receive(Messages([mine.payload, *theirs], x, mean=senders), own=(0, mine))
+        mine.take_from(slots)
+        rms = received.squares()
+        for i, part, Q in received.each(x):
+            part.sub_(Q, alpha=LR / max(1e-30, rms[i]) ** 0.5)
+
+    def decoupled() -> None:
+        mine = chain.encode_tensors(feed)
+        received = chain.receive(Messages([mine.payload, *theirs], x, mean=senders), own=(0, mine))
+        feed.replace_first()
+        for _, part, sent in mine.each(m):
+            part.sub_(sent)
+        for _, part, Q in received.each(a):
+            part.sub_(Q, alpha=LR)
+
+    demo()
+    entries = workers * chain.plan(x).layout.groups[0].blocks * k
+    bound = (theirs[0].nbytes + 2 * entries) / 1e6 + 32
+    return {"DeMo": _peak(demo), "DecoupledDiLoCo": _peak(decoupled), "own message, 2 bytes an entry, 32 MB": bound}
 
 
 def _resident(what: str = "VmRSS") -> int:
@@ -178,16 +248,21 @@ def _timed(call: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
-def bench_pair(link: Link, sizes: list[str], repeats: int) -> dict[str, Any]:
-    rounds = {size: bench_rounds(link, size, repeats) for size in sizes}
-    return {"rounds": rounds, "memory MB": {sizes[-1]: bench_memory(link, sizes[-1])}}
+PARTS = ("rounds", "memory", "bytes", "workers")
 
 
-def measure(sizes: list[str], repeats: int) -> dict[str, Any]:
-    figures = run_pair(bench_pair, sizes, repeats)
+def bench_pair(link: Link, sizes: list[str], repeats: int, k: Sequence[int], parts: Sequence[str]) -> dict[str, Any]:
+    rounds = {size: bench_rounds(link, size, repeats, k) for size in sizes if "rounds" in parts}
+    memory = {sizes[-1]: bench_memory(link, sizes[-1], k)} if "memory" in parts else {}
+    return {"kernels": kernels.name(), "rounds": rounds, "memory MB": memory}
+
+
+def measure(sizes: list[str], repeats: int, k: Sequence[int], parts: Sequence[str]) -> dict[str, Any]:
+    figures = run_pair(bench_pair, sizes, repeats, k, parts)
     torch.set_num_threads(1)
-    figures["bytes"] = bench_bytes()
-    figures["workers"] = bench_workers(sizes[0], max(2, repeats // 2))
+    figures["memory MB, 8 workers, k=128"] = {sizes[-1]: bench_memory_of_many(sizes[-1])} if "memory" in parts else {}
+    figures["bytes"] = bench_bytes() if "bytes" in parts else {}
+    figures["workers"] = bench_workers(sizes[0], max(2, repeats // 2)) if "workers" in parts else {}
     return figures
 
 
@@ -195,9 +270,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES), help="lists of tensors (default: all)")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each way (default: 5)")
+    parser.add_argument("--k", type=int, nargs="+", default=[32, 8, 128], help="entries kept of a block (default: 32 8 128)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure (default: all of it)")
     parser.add_argument("--record", action="store_true", help="append the figures to records/wire.jsonl")
     arguments = parser.parse_args()
-    figures = measure(arguments.sizes, arguments.repeats)
+    figures = measure(arguments.sizes, arguments.repeats, arguments.k, arguments.parts)
     show(figures)
     if arguments.record:
         record.append("wire", figures)
@@ -207,11 +284,13 @@ def show(figures: dict[str, Any]) -> None:
     console = Console()
     for row in figures["rounds"].values():
         title = f"a round of {row['parameters']:,} parameters, 2 workers"
-        table = Table("way", "least s", "median s", "simple of the same k / way", title=title)
+        table = Table("way", "least s", "median s", "CPU s", "simple / way", "of CPU s", title=title)
         for way, t in row["seconds"].items():
-            simple = row["seconds"]["simple k=8" if "k=8" in way else "simple k=32"]["median"]
-            table.add_row(way, f"{t['least']:.3f}", f"{t['median']:.3f}", f"{simple / t['median']:.2f}")
+            simple = row["seconds"].get(f"simple k={_k(way) or 32}", row["seconds"].get("simple k=32", t))
+            ratios = (simple["median"] / t["median"], simple["cpu"] / t["cpu"])
+            table.add_row(way, *(f"{t[what]:.3f}" for what in ("least", "median", "cpu")), *(f"{r:.2f}" for r in ratios))
         console.print(table)
+    console.print(f"kernels: {figures['kernels']}", figures["memory MB, 8 workers, k=128"])
     for size, row in figures["memory MB"].items():
         table = Table("way", "MB", title=f"peak memory of a round at {size}, beside parameters, gradients and momentum")
         for way, peak in row.items():
@@ -225,6 +304,8 @@ def show(figures: dict[str, Any]) -> None:
             else:
                 table.add_row(what, f"{number:,}", f"1/{row['dense fp32'] / number:.0f}")
         console.print(table)
+    if not figures["workers"]:
+        return
     table = Table("workers", *FAST, title=f"s to read and apply, {figures['workers']['parameters']:,} parameters, 1 thread")
     for workers in next(iter(figures["workers"]["seconds"].values())):
         table.add_row(str(workers), *(f"{row[workers]:.3f}" for row in figures["workers"]["seconds"].values()))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
 import subprocess
 import tempfile
@@ -19,6 +20,9 @@ from tests.processes import Pool, thread_count
 MOST_THREADS = 80  # of a process of the pool at the end: three for each of the groups and meshes that tests share
 
 torch.set_num_threads(1)
+# Committed hashes are those of torch and numpy. Tests of the C kernels switch them on, and `make test-full` runs what they
+# touch a second time with them.
+os.environ.setdefault("THINWIRE_KERNELS", "off")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job, as CI may be, ignores Ctrl-C and hands that on to what it starts; tests press it.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -45,7 +45,7 @@ def numbered(shapes: list[Shape]) -> list[Tensor]:
 def assert_complete(layout: Layout, tensors: list[Tensor]) -> None:
     """Cut all tensors into pieces, pad them: every entry is there once, and all else is zero."""
     found = [
-        padded(p, matrix_of(tensors[p.grid.index], p.grid)).reshape(-1)
+        padded(p, p.of_matrix(matrix_of(tensors[p.grid.index], p.grid))).reshape(-1)
         for p in pieces_of(layout)
         if tensors[p.grid.index].numel()
     ]
@@ -280,8 +280,8 @@ def test_memory_of_any_order_is_read_in_the_order_of_the_entries(transform: Tran
     assert_complete(layout, tensors)
     for piece in pieces_of(layout):
         t = tensors[piece.grid.index]
-        part = padded(piece, matrix_of(t, piece.grid))
-        assert torch.equal(part, padded(piece, matrix_of(t.contiguous(), piece.grid)))
+        part = padded(piece, piece.of_matrix(matrix_of(t, piece.grid)))
+        assert torch.equal(part, padded(piece, piece.of_matrix(matrix_of(t.contiguous(), piece.grid))))
 
 
 def test_a_piece_that_needs_no_padding_is_read_in_place_and_others_into_the_memory_given() -> None:

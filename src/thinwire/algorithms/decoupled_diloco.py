@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.codecs import DCT, Codec, CodecSchedule, Identity, Mean, Sign, Ternary, TopK, TwoBit
+from thinwire.codecs import DCT, Codec, CodecSchedule, Identity, Made, Mean, Sign, Ternary, TopK, TwoBit
 from thinwire.core.optimizer import PolicyOptions, Start
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.slots import overwrite
@@ -138,8 +138,12 @@ class DecoupledDiLoCo(Wrapper):
         return super().evaluated if self.mode == "consensus" else "worker 0's own: under the published rule there is no other"
 
     def send(self) -> Outgoing:
-        """The fast part of beta m_i + D_i, which is made aside: the round may yet be refused."""
-        return self._outgoing(self.differences(self.which(self.due)))  # D_i <- a - x_i
+        """The fast part of beta m_i + D_i, which is made aside, piece by piece: the round may yet be refused."""
+        which = self.which(self.due)
+        if self.engine.tau:  # D_i is kept anyway, since x_i moves on
+            return self._outgoing(self.differences(which))  # D_i <- a - x_i
+        m, a, x = (self.part(name, which) for name in ("momentum", "anchor", "param"))
+        return self.outgoing(m, made=Made((m, a, x), self._fed), **self._how())  # q_i <- C(beta m_i + D_i)
 
     def send_again(self) -> Outgoing:
         """The same once more: x_i has moved on."""
@@ -147,21 +151,30 @@ class DecoupledDiLoCo(Wrapper):
 
     def _outgoing(self, D: list[Tensor]) -> Outgoing:
         fed = self.with_feedback(D, "momentum", self.beta)  # beta m_i + D_i
-        how = {"mean": self.mean, "weight": self.work(), "source": D if self.engine.tau else None}
-        return self.outgoing(fed, want_sent=True, **how)  # q_i <- C(beta m_i + D_i)
+        return self.outgoing(fed, source=D, **self._how())
+
+    def _how(self) -> dict[str, Any]:
+        return {"want_sent": True, "mean": self.mean, "weight": self.work()}
+
+    def _fed(self, i: int, m: Tensor, a: Tensor, x: Tensor) -> Tensor:  # noqa: ARG002
+        return torch.mul(m, self.beta).add_(a - x)  # beta m_i + D_i
 
     def apply(self, arrived: Arrived) -> None:
-        """The outer step."""
+        """The outer step, piece by piece."""
         x, a, m, velocity = (self.part(name, arrived.which) for name in ("param", "anchor", "momentum", "velocity"))
-        D = self.differences(arrived.which) if self.mode == "published" else []
-        fed, Q = arrived.outgoing.tensors, arrived.mean  # Q <- mean_i q_i
-        if arrived.included:
-            torch._foreach_sub_(fed, arrived.sent)
-        torch._foreach_copy_(m, fed)  # m_i <- beta m_i + D_i - q_i
-        if self.mode == "published":
-            torch._foreach_add_(m, Q)
-            step = torch._foreach_add(D, m, alpha=self.beta) if self.outer.nesterov else m
-            torch._foreach_add_(a, step, alpha=-self.outer.lr)
+        if arrived.outgoing.made is None:
+            torch._foreach_copy_(m, arrived.outgoing.tensors)
         else:
-            self.outer.step(a, Q, velocity)
+            arrived.outgoing.made.replace_first()
+        if arrived.included:
+            for _, m_, sent in arrived.each_sent(m):
+                m_.sub_(sent)  # m_i <- beta m_i + D_i - q_i
+        for _, a_, Q, m_, x_, v in arrived.each(a, m, x, velocity or [None] * len(a)):  # Q <- mean_i q_i
+            if self.mode == "published":
+                D = a_ - x_
+                m_.add_(Q)
+                step = D.add_(m_, alpha=self.beta) if self.outer.nesterov else m_
+                a_.add_(step, alpha=-self.outer.lr)
+            else:
+                self.outer.step([a_], [Q], [] if v is None else [v])
         overwrite(x, a)

@@ -35,7 +35,7 @@ from thinwire.core.optimizer import Algorithm, PolicyOptions, Start
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.errors import ConfigError, check_choice, check_not_negative
 from thinwire.links.base import Link
-from thinwire.maths.update_rules import UpdateRule, apply_shared, check_group, whitened
+from thinwire.maths.update_rules import UpdateRule, apply_shared, check_group, whitening
 from thinwire.sharding.mesh import shard_of
 from thinwire.sharding.shards import local
 
@@ -99,21 +99,14 @@ class DeMo(Algorithm):
         check_not_negative("clip_norm", clip_norm)
         codec = CodecSchedule.of(codec or DCT(64) >> TopK(128) >> Sign()).map(Chain.of)
         self.mean = Mean.of(over, robust)
-        self.inflow, self.clip_norm, self.whiten, self.delay = inflow, clip_norm, whiten, delay
+        self.inflow, self.clip_norm, self.whiten = inflow, clip_norm, whiten
         group = {"lr": lr, "beta": beta, "alpha": alpha, "phi": phi, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        settings = {
-            **group,
-            "whiten": whiten,
-            "inflow": inflow,
-            "clip_norm": clip_norm,
-            "over": self.mean.over,
-            "robust": robust,
-            "delay": delay,
-        }
+        settings = {**group, "whiten": whiten, "inflow": inflow, "clip_norm": clip_norm}
+        settings |= {"over": self.mean.over, "robust": robust, "delay": delay}
         slots: dict[str, Start] = {"momentum": "coded", "own_v": "zeros", "own_count": "count", "m": "zeros", "v": "zeros"}
         slots["updates"] = "count"
+        self.delay, self._clip = delay, 1.0
         self._g: list[Tensor] = []  # what enters the momentum in the round at hand
-        self._clip = 1.0
         if isinstance(params, Optimizer):
             what = f"{type(self).__name__} is the optimizer itself"
             raise ConfigError(f"{what}: give it model.parameters(), not a {type(params).__name__}")
@@ -140,7 +133,7 @@ class DeMo(Algorithm):
         check_group(group, sharded=shard_of(group["params"])[1] > 1)
 
     def local_step(self) -> None:
-        """Clip and whiten this worker's gradient; one that is invalid is left out of everything."""
+        """Look at this worker's gradient; one that is invalid is left out of everything."""
         groups, self._g, self._clip = self.groups(), self.gradients(), 1.0
         if any(group["phi"] == "adam" and "m" not in self.state[p] for p, group in zip(self._active, groups, strict=True)):
             raise ConfigError("phi = adam needs moments from the start: give it to the constructor or to add_param_group")
@@ -149,14 +142,17 @@ class DeMo(Algorithm):
             return
         self._clip = self.clip_factor(self.clip_norm)
         if self.whiten:
-            own_v, count = self.slot("own_v"), self.slot("own_count")
-            self._g, self._clip = whitened(self._g, own_v, count, groups, clip=self._clip), 1.0
+            for count in self.slot("own_count"):
+                count.add_(1)
 
     def send(self) -> Outgoing:
         """Add the gradient to the momentum, and send the fast part: m_i <- beta m_i + s g_i;  q_i <- C(m_i)."""
-        groups = self.groups()
-        scale = [self._clip * {"gradient": 1, "lr": g["lr"], "ema": 1 - g["beta"]}[self.inflow] for g in groups]
-        return replace(self.send_again(), tensors=self._g or self.params(), decay=[g["beta"] for g in groups], scale=scale)
+        groups, clip, made = self.groups(), self._clip, None
+        if self.whiten and self._g:  # while it enters the momentum
+            clip, made = 1.0, whitening(self._g, self.slot("own_v"), self.slot("own_count"), groups, clip=clip)
+        scale = [clip * {"gradient": 1, "lr": g["lr"], "ema": 1 - g["beta"]}[self.inflow] for g in groups]
+        decay, tensors = [g["beta"] for g in groups], self._g or self.params()
+        return replace(self.send_again(), tensors=tensors, made=made, decay=decay, scale=scale)
 
     def send_again(self) -> Outgoing:
         """The fast part of the momentum as it is: what was sent leaves it only in `apply`."""

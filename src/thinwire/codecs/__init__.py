@@ -6,6 +6,7 @@ from thinwire.codecs.chain import Chain, Stage
 from thinwire.codecs.decoder import Received
 from thinwire.codecs.dense import WIRE_DTYPES, Dense
 from thinwire.codecs.encoder import Encoded
+from thinwire.codecs.made import Made
 from thinwire.codecs.parts import Parts
 from thinwire.codecs.schedule import CodecSchedule, parse_wire
 from thinwire.codecs.selection import All, RandomK, Striding, TopK
@@ -27,6 +28,7 @@ __all__ = [
     "Hadamard",
     "Identity",
     "Int8",
+    "Made",
     "Mean",
     "Messages",
     "Parts",

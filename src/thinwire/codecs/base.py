@@ -58,6 +58,13 @@ class Codec(ABC):
         """Whether some values are left out of a message."""
         return False
 
+    def arithmetic(self, device: torch.device) -> str:  # noqa: ARG002
+        """Which arithmetic decodes messages there, where there are several whose last bits differ; "" where there are not.
+
+        All workers must have the same, which the handshake compares.
+        """
+        return ""
+
     def holds(self, dtype: torch.dtype) -> bool:  # noqa: ARG002
         """Whether every value of this dtype arrives as it was sent."""
         return False

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.codecs import encoder
 from thinwire.codecs.base import Codec, Messages
 from thinwire.codecs.bits import Bytes
@@ -27,6 +28,7 @@ from thinwire.codecs.decoder import Received
 from thinwire.codecs.dense import WIRE_DTYPES, Dense
 from thinwire.codecs.encoder import Encoded, PerTensor
 from thinwire.codecs.layout import Shape
+from thinwire.codecs.made import Made
 from thinwire.codecs.message_plan import Plan, plan_of, shapes_of
 from thinwire.codecs.stages import RUN, Floats, Indices, Row, Selection, Stages, Transform, Values, finite
 from thinwire.codecs.wire import MOST_PARTS, PART_NBYTES, check_part, same_part
@@ -88,6 +90,10 @@ class Stage(Codec):
     def slot_shapes(self, like: Sequence[Tensor]) -> list[tuple[int, ...]]:
         """See `Chain`."""
         return self.chain.slot_shapes(like)
+
+    def arithmetic(self, device: torch.device) -> str:
+        """See `Chain`."""
+        return self.chain.arithmetic(device)
 
 
 # --- Stages that do nothing ----------------------------------------------------------------------------------------------
@@ -241,6 +247,11 @@ class Chain(Stages, Codec):
         """Whether a selection leaves values out."""
         return not self.selection.everything
 
+    def arithmetic(self, device: torch.device) -> str:
+        """The C kernels in use, or "off" where torch and numpy transform blocks that the kernels know."""
+        length = self.transform.length(kernels.BLOCK)
+        return kernels.name() if self.in_kernels(length, length, device) else ""
+
     def plan(self, like: Sequence[Tensor]) -> Plan:
         """Where everything is in a message of such tensors."""
         return plan_of(self, shapes_of(like))
@@ -276,8 +287,8 @@ class Chain(Stages, Codec):
         encoded = self.encode_tensors(tensors, round=round)
         return encoded.payload, encoded.finite
 
-    def encode_tensors(self, tensors: Sequence[Tensor], *, round: int = 0) -> Encoded:
-        """As `encode`, with what receivers will read."""
+    def encode_tensors(self, tensors: Sequence[Tensor] | Made, *, round: int = 0) -> Encoded:
+        """As `encode`, with what receivers will read; of tensors that are made piece by piece too."""
         return encoder.encode_tensors(self, tensors, round=round)
 
     def encode_slots(
@@ -288,6 +299,7 @@ class Chain(Stages, Codec):
         round: int = 0,
         decay: PerTensor = 1.0,
         scale: PerTensor | None = None,
+        made: Made | None = None,
     ) -> Encoded:
         """The message of tensors that live in the domain of the transform.
 
@@ -298,8 +310,9 @@ class Chain(Stages, Codec):
             decay: see `accumulate`.
             scale: where it is given, `accumulate(slots, like, decay=decay, scale=scale)` comes first, in the same pass;
                 else the slots are not changed.
+            made: what is accumulated instead of `like`, made piece by piece.
         """
-        return encoder.encode_slots(self, slots, like, round=round, decay=decay, scale=scale)
+        return encoder.encode_slots(self, slots, like, round=round, decay=decay, scale=scale, made=made)
 
     def decode(self, payload: Payload, like: Sequence[Tensor], *, round: int = 0) -> list[Tensor]:
         """The tensors that a message says."""

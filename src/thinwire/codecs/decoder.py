@@ -25,11 +25,12 @@ from torch.nn.functional import embedding_bag
 from thinwire.codecs.base import Messages
 from thinwire.codecs.bits import Bytes
 from thinwire.codecs.indices import IndexCode
-from thinwire.codecs.layout import BATCH, Batch, Group, Piece, matrix_of
-from thinwire.codecs.message_plan import Message, Plan, Section
+from thinwire.codecs.layout import BATCH, Batch, Group, Piece, matrix_of, write_back
+from thinwire.codecs.message_plan import Message, Plan, Section, narrow
 from thinwire.codecs.stages import DENSE_GROUP, RUN, Floats, Stages
 from thinwire.codecs.wire import same_part
 from thinwire.errors import WireError
+from thinwire.kernels import Entries, Kernels
 from thinwire.payload import Payload
 
 _AT_ONCE = 1 << 12  # blocks whose indices are decoded in one go, of one worker or of several
@@ -96,8 +97,7 @@ class Received:
         """Room for the indices of a group in all messages, [workers, blocks, k]; None where none are sent."""
         if not self.chain.selection.indexed:
             return None
-        narrow = np.uint16 if group.L <= 1 << 16 else np.uint32
-        return np.empty((len(self._bodies), group.blocks, self.plan.of_group[number][0].k), narrow)
+        return np.empty((len(self._bodies), group.blocks, self.plan.of_group[number][0].k), narrow(group.L))
 
     def _check(self) -> list[float]:
         """Check all of every message; returns the squares of their norms where they are asked for."""
@@ -135,11 +135,13 @@ class Received:
         room = self._indices[section.number]
         if section.code is None or room is None:
             return
+        here = slice(section.first, section.last)
+        others = [nth for nth in others if not section.code.read_into(self._code(nth, section), room[nth, here])]
         together = max(1, _AT_ONCE // section.blocks)
         ranges = itertools.product(range(0, len(others), together), range(0, section.blocks, _AT_ONCE))
         for first, start in ranges:
             some, stop = others[first : first + together], min(start + _AT_ONCE, section.blocks)
-            codes = [self._bodies[nth][section.start : section.middle] for nth in some]
+            codes = [self._code(nth, section) for nth in some]
             try:
                 read = section.code.decode_all(codes, section.blocks, start, stop)
             except WireError:
@@ -147,6 +149,9 @@ class Received:
                 raise
             for nth, indices in zip(some, read, strict=True):
                 room[nth, section.first + start : section.first + stop] = indices
+
+    def _code(self, nth: int, section: Section) -> Bytes:
+        return self._bodies[nth][section.start : section.middle]
 
     def _blame(self, code: IndexCode, codes: Sequence[Bytes], some: Sequence[int], blocks: int, start: int, stop: int) -> None:
         """Raise the error of the worker whose indices are not sound."""
@@ -195,9 +200,19 @@ class Received:
                 found.append(read[a:b])
         return found[0] if len(found) == 1 else np.concatenate(found)
 
+    def _read_into(self, nth: int, number: int, start: int, stop: int, out: Floats) -> bool:
+        """The same of a group in a message of one part, by a C kernel; False where there is none."""
+        if nth in self._known or self._read or number < 0 or len(self.plan.of_group[number]) > 1:
+            return False
+        (section,) = self.plan.of_group[number]
+        return self.chain.values.read_into(self._bodies[nth][section.middle : section.stop], section.row, start, stop, out)
+
     def _weighted(self, number: int, start: int, stop: int) -> Floats:
         """These values in all messages, [workers, stop - start], with the factors that norms make."""
-        values = np.stack([self._values(nth, number, start, stop) for nth in range(len(self._bodies))])
+        values = np.empty((len(self._bodies), stop - start), np.float32)
+        for nth, out in enumerate(values):
+            if not self._read_into(nth, number, start, stop, out):
+                out[:] = self._values(nth, number, start, stop)
         if self.mean.needs_norms:
             values *= self._factors[:, None]
         return values
@@ -225,6 +240,9 @@ class Received:
     def pieces(self) -> Iterator[tuple[Piece, Tensor]]:
         """The mean, piece by piece: the values [y h, x w] with padding, in memory that is used again for the next."""
         for number, group in enumerate(self.plan.layout.groups):
+            if fast := self._kernels(group):
+                yield from self._fast_pieces(fast, number, group)
+                continue
             batches = self._batches(number, group)
             entries = max(b.starts[-1] for b in batches)
             rows, out = torch.zeros(entries, device=self.device), torch.empty(entries, device=self.device)
@@ -232,6 +250,34 @@ class Received:
                 place, mean = self._merge(number, group, batch)
                 coefficients = self._first_half(batch, place, mean, rows)
                 yield from self._second_half(batch, coefficients, out)
+
+    def _kernels(self, group: Group) -> Kernels | None:
+        """The C kernels, where they know these blocks and this mean."""
+        known = self.chain.selection.indexed and not self.mean.trimmed
+        return self.chain.kernels(group.h, group.w, self.device) if known else None
+
+    def _entries(self, number: int, group: Group) -> Iterator[tuple[Piece, Entries]]:
+        """What all workers sent, piece by piece, for the kernels."""
+        k, room = self.plan.of_group[number][0].k, self._indices[number]
+        assert room is not None
+        weights = None if (self._weights == 1).all() else self._weights
+        total = float(self._weights.sum()) if self.mean.over == "workers" else 0.0
+        blocks = max(1, 2 * _MERGED // (k * len(self._bodies)))  # there is no copy of the entries to make room for
+        for batch in group.batches_of(min(BATCH, blocks * group.L)):
+            values = self._weighted(number, batch.start * k, batch.stop * k)
+            for piece in (part for whole in batch.pieces for part in whole.split(_HOT)):
+                first, last = piece.start, piece.start + piece.blocks
+                here = values[:, (first - batch.start) * k : (last - batch.start) * k]
+                yield piece, Entries(room[:, first:last], here, weights, total)
+
+    def _fast_pieces(self, fast: Kernels, number: int, group: Group) -> Iterator[tuple[Piece, Tensor]]:
+        """`pieces` of a group: mean and inverse of each block while it is in cache."""
+        memory = torch.empty(0)
+        for piece, entries in self._entries(number, group):
+            if memory.numel() < (n := math.prod(piece.shape)):
+                memory = torch.empty(n)
+            fast.mean(entries, out := memory[:n].view(piece.shape))
+            yield piece, out
 
     def dense(self) -> Iterator[tuple[int, Tensor]]:
         """The tensors that were sent whole: place in the list and mean, flat."""
@@ -254,10 +300,15 @@ class Received:
     def squares(self) -> list[float]:
         """The sum of squares of the mean of each tensor, without decoding it: an orthonormal transform keeps norms.
 
-        What lies in the padding counts too. The means are kept for `each`, so that no message is read again.
+        What lies in the padding counts too. Without the C kernels the means are kept for `each`.
         """
         found = [0.0] * len(self.plan.layout.shapes)
         for number, group in enumerate(self.plan.layout.groups):
+            if fast := self._kernels(group):  # merged twice: that takes less than to keep the means
+                blocks = np.concatenate([fast.squares(entries) for _, entries in self._entries(number, group)])
+                for grid in group.grids:  # exact sums, whatever the order
+                    found[grid.index] = math.fsum(blocks[grid.first : grid.first + grid.blocks])
+                continue
             for batch in self._batches(number, group):
                 place, mean = self._merge(number, group, batch)
                 self._merged[number, batch.start] = place.astype(np.int32 if batch.starts[-1] < 1 << 31 else np.int64), mean
@@ -309,8 +360,7 @@ class Received:
                 *(None if group[i] is None else next(present) for group in others),
             )
             for tensor, matrix in zip(here, matrices, strict=True):
-                if matrix.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
-                    tensor.copy_(matrix.view(tensor.shape))  # its memory cannot be seen as a matrix: a copy was changed
+                write_back(matrix, tensor)
         for i, values in self.dense():
             yield i, tensors[i].detach(), values.view(tensors[i].shape), *(group[i] for group in others)
 

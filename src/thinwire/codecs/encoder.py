@@ -8,8 +8,9 @@ exactly what the receivers will read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +20,16 @@ from torch import Tensor
 from thinwire.codecs.base import Messages
 from thinwire.codecs.bits import Bytes
 from thinwire.codecs.decoder import Received
-from thinwire.codecs.layout import Batch, Group, Piece, Shape, matrix_of, padded
-from thinwire.codecs.message_plan import Kept, Message, Plan, plan_of, rows_of, shapes_of
+from thinwire.codecs.layout import BATCH, Batch, Group, Piece, Shape, padded
+from thinwire.codecs.made import Made, piece_of
+from thinwire.codecs.message_plan import Kept, Message, Plan, narrow, plan_of, rows_of, shapes_of
 from thinwire.codecs.stages import Floats, Stages
 from thinwire.codecs.wire import with_checksum
 from thinwire.errors import ConfigError
+from thinwire.kernels import Kernels
 from thinwire.payload import Payload, describe
+
+_HOT = 1 << 18  # entries that are made, transformed and selected while they are in the second-level cache, by the C kernels
 
 PerTensor = float | Sequence[float]  # one number for all tensors, or one for each
 
@@ -46,11 +51,16 @@ class Encoded(Message):
         """
         scale = per_tensor(scale, len(slots))
         if self._chain.transform.changes:
-            received = Received(self._chain, self._plan, Messages([self.payload], slots, self._round), own=(0, self))
-            for i, part, sent in received.each(slots):
+            for i, part, sent in self.each(slots):
                 part.sub_(sent, alpha=scale[i])
             return
         for group, kept in zip(self._plan.layout.groups, self.kept, strict=True):
+            fast = self._chain.kernels(group.h, group.w, slots[group.grids[0].index].device)
+            if fast is not None and kept.indices is not None:
+                for grid in group.grids:
+                    here = slice(grid.first, grid.first + grid.blocks)
+                    fast.subtract(slots[grid.index], kept.indices[here], kept.values[here], scale[grid.index])
+                continue
             for batch in group.batches:
                 place = batch.places(_indices(self._chain, group, kept.indices, batch, self._round))
                 values = kept.values[batch.start : batch.stop]
@@ -68,16 +78,32 @@ class Encoded(Message):
             slots[i].sub_(self.dense[at : at + n].view(slots[i].shape).to(slots[i].device), alpha=scale[i])
             at += n
 
+    def each(self, tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> Iterator[Any]:
+        """Go through tensors and what receivers read in this message side by side: see `Received.each`."""
+        received = Received(self._chain, self._plan, Messages([self.payload], tensors, self._round), own=(0, self))
+        return received.each(tensors, *others)
+
 
 class _Workspace:
     """Memory for one batch of a group, allocated once a message."""
 
-    def __init__(self, group: Group, device: torch.device):
-        n = max(b.starts[-1] for b in group.batches)
+    def __init__(self, batches: Sequence[Batch], device: torch.device):
+        n = max(b.starts[-1] for b in batches)
         self.copy, self.first, self.second = (torch.empty(n, device=device) for _ in range(3))
 
 
-_Coefficients = Callable[[Batch, _Workspace], list[Tensor]]  # the pieces of a batch in the domain of the transform
+@dataclass(frozen=True)
+class _Coefficients:
+    """A piece in the domain of the transform: out <- decay * out + scale * transform(x); as it is where x is None."""
+
+    out: Tensor
+    x: Tensor | None = None
+    decay: float = 0.0
+    scale: float = 1.0
+
+
+_Source = Callable[[Piece, int, _Workspace], _Coefficients]  # of a piece that begins at this entry of its batch
+
 
 # --- Into the domain of the transform ------------------------------------------------------------------------------------
 
@@ -101,30 +127,34 @@ def accumulate(
         return
     layout = plan_of(chain, shapes_of(tensors)).layout
     for group in layout.groups:
-        work = _Workspace(group, tensors[group.grids[0].index].device)
+        device = tensors[group.grids[0].index].device
+        fast, work = chain.kernels(group.h, group.w, device), _Workspace(group.batches, device)
         for piece in (piece for batch in group.batches for piece in batch.pieces):
             i = piece.grid.index
-            _forward(chain, piece, matrix_of(tensors[i], piece.grid), piece.of_slot(slots[i]), decay[i], scale[i], 0, work)
+            x, out = padded(piece, piece_of(tensors, piece), work.copy), piece.of_slot(slots[i])
+            _transform(chain, fast, piece, _Coefficients(out, x, decay[i], scale[i]), 0, work)
     for i in layout.dense:
         _blend(slots[i], tensors[i].detach().to(slots[i].dtype), decay[i], scale[i])
 
 
-def _forward(
-    chain: Stages, piece: Piece, matrix: Tensor, out: Tensor, decay: float, scale: float, round: int, work: _Workspace
-) -> None:
+def _transform(chain: Stages, fast: Kernels | None, piece: Piece, c: _Coefficients, round: int, work: _Workspace) -> None:
     """Out <- decay * out + scale * P_h X P_w^T for the blocks X of a piece."""
-    h, w, device = piece.grid.h, piece.grid.w, matrix.device
+    if c.x is None:
+        return
+    if fast is not None:
+        fast.accumulate(c.out, c.x, decay=c.decay, scale=c.scale)
+        return
+    x, out, h, w, device = c.x, c.out, piece.grid.h, piece.grid.w, c.out.device
     P_h, P_w = chain.transform.matrix(h, round, device), chain.transform.matrix(w, round, device)
-    x = padded(piece, matrix, work.copy)
     if P_h is not None:
         strips = (piece.y, h, piece.x * w)
         x = torch.bmm(P_h.expand(piece.y, h, h), x.view(strips), out=work.first[: x.numel()].view(strips))
     if P_w is None:
-        _blend(out, x.view(out.shape), decay, scale)
+        _blend(out, x.view(out.shape), c.decay, c.scale)
     elif out.is_contiguous():
-        out.view(-1, w).addmm_(x.view(-1, w), P_w.T, beta=decay, alpha=scale)
+        out.view(-1, w).addmm_(x.view(-1, w), P_w.T, beta=c.decay, alpha=c.scale)
     else:
-        _blend(out, torch.mm(x.view(-1, w), P_w.T).view(out.shape), decay, scale)
+        _blend(out, torch.mm(x.view(-1, w), P_w.T).view(out.shape), c.decay, c.scale)
 
 
 def _blend(out: Tensor, x: Tensor, decay: float, scale: float) -> None:
@@ -138,18 +168,15 @@ def _blend(out: Tensor, x: Tensor, decay: float, scale: float) -> None:
 # --- The message ---------------------------------------------------------------------------------------------------------
 
 
-def encode_tensors(chain: Stages, tensors: Sequence[Tensor], *, round: int = 0) -> Encoded:
-    """The message of tensors as they are."""
+def encode_tensors(chain: Stages, tensors: Sequence[Tensor] | Made, *, round: int = 0) -> Encoded:
+    """The message of tensors as they are, or as they are made."""
+    like = tensors.sources[0] if isinstance(tensors, Made) else tensors
 
-    def coefficients(batch: Batch, work: _Workspace) -> list[Tensor]:
-        out = []
-        for piece, start in zip(batch.pieces, batch.starts, strict=False):
-            part = work.second[start : start + math.prod(piece.shape)].view(piece.shape)
-            _forward(chain, piece, matrix_of(tensors[piece.grid.index], piece.grid), part, 0.0, 1.0, round, work)
-            out.append(part)
-        return out
+    def source(piece: Piece, start: int, work: _Workspace) -> _Coefficients:
+        out = work.second[start : start + math.prod(piece.shape)].view(piece.shape)
+        return _Coefficients(out, padded(piece, piece_of(tensors, piece), work.copy))
 
-    return _encode(chain, tensors, plan_of(chain, shapes_of(tensors)), coefficients, round)
+    return _encode(chain, tensors, plan_of(chain, shapes_of(like)), source, round)
 
 
 def encode_slots(
@@ -160,34 +187,36 @@ def encode_slots(
     round: int = 0,
     decay: PerTensor = 1.0,
     scale: PerTensor | None = None,
+    made: Made | None = None,
 ) -> Encoded:
     """The message of tensors that live in the domain of the transform, after an accumulation where `scale` is given."""
+    tensors = like if made is None else made
     if chain.transform.changes:  # the slots are tensors like any others
         _check_slots(slots, slot_shapes(chain, like))
         if scale is not None:
-            accumulate(chain, slots, like, decay=decay, scale=scale)
+            accumulate(chain, slots, list(tensors), decay=decay, scale=scale)
         return encode_tensors(chain, slots, round=round)
     plan = plan_of(chain, shapes_of(like))
     _check_slots(slots, plan.layout.slot_shapes())
     decay, scale = per_tensor(decay, len(like)), None if scale is None else per_tensor(scale, len(like))
 
-    def coefficients(batch: Batch, work: _Workspace) -> list[Tensor]:
-        parts = [piece.of_slot(slots[piece.grid.index]) for piece in batch.pieces]
-        if scale is not None:
-            for piece, part in zip(batch.pieces, parts, strict=True):
-                i = piece.grid.index
-                _forward(chain, piece, matrix_of(like[i], piece.grid), part, decay[i], scale[i], 0, work)
-        return parts
+    def source(piece: Piece, start: int, work: _Workspace) -> _Coefficients:  # noqa: ARG001
+        i = piece.grid.index
+        out = piece.of_slot(slots[i])
+        if scale is None:
+            return _Coefficients(out)
+        return _Coefficients(out, padded(piece, piece_of(tensors, piece), work.copy), decay[i], scale[i])
 
     if scale is not None:
         for i in plan.layout.dense:
-            _blend(slots[i], like[i].detach().to(slots[i].dtype), decay[i], scale[i])
-    return _encode(chain, slots, plan, coefficients, round)
+            _blend(slots[i], tensors[i].detach().to(slots[i].dtype), decay[i], scale[i])
+    return _encode(chain, slots, plan, source, round)
 
 
-def _encode(chain: Stages, tensors: Sequence[Tensor], plan: Plan, coefficients: _Coefficients, round: int) -> Encoded:
-    chosen: list[tuple[NDArray[np.int32] | None, Floats]] = []  # of each group so far: which entries, and their values
+def _encode(chain: Stages, tensors: Sequence[Tensor] | Made, plan: Plan, source: _Source, round: int) -> Encoded:
+    chosen: list[tuple[NDArray[np.integer] | None, Floats]] = []  # of each group so far: which entries, and their values
     read: dict[int, list[Floats]] = {n: [] for n in range(-1, len(plan.layout.groups))}
+    device = (tensors.sources[0] if isinstance(tensors, Made) else tensors)[0].device if len(tensors) else torch.device("cpu")
     dense = [tensors[i].detach().reshape(-1).float().cpu() for i in plan.layout.dense]
     whole = torch.cat(dense).numpy() if dense else np.empty(0, np.float32)
     written: list[Bytes] = []
@@ -197,9 +226,7 @@ def _encode(chain: Stages, tensors: Sequence[Tensor], plan: Plan, coefficients: 
             values = whole
             if section.group is not None:
                 if section.number == len(chosen):  # a group's sections follow one another
-                    device = tensors[section.group.grids[0].index].device
-                    work = _Workspace(section.group, device)
-                    chosen.append(_keep(chain, section.group, section.k, coefficients, work, round))
+                    chosen.append(_keep(chain, section.group, section.k, source, device, round))
                 indices, values = chosen[section.number]
                 if section.code is not None and indices is not None:
                     pieces.append(section.code.encode(indices[section.first : section.last]))
@@ -213,7 +240,7 @@ def _encode(chain: Stages, tensors: Sequence[Tensor], plan: Plan, coefficients: 
     kept = [Kept(indices, _joined(read[number]).reshape(values.shape)) for number, (indices, values) in enumerate(chosen)]
     sent = _joined(read[-1])
     finite = all(bool(np.isfinite([r.min(), r.max()]).all()) for r in [sent, *(k.values for k in kept)] if r.size)
-    body = torch.from_numpy(_joined(written, np.uint8)).to(tensors[0].device if tensors else "cpu")
+    body = torch.from_numpy(_joined(written, np.uint8)).to(device)
     if chain.linear:
         assert chain.values.wire_dtype is not None
         body = body.view(chain.values.wire_dtype) if body.numel() else body.to(chain.values.wire_dtype)
@@ -225,22 +252,26 @@ def _joined(arrays: list[NDArray], dtype: type = np.float32) -> NDArray:
 
 
 def _keep(
-    chain: Stages, group: Group, k: int, coefficients: _Coefficients, work: _Workspace, round: int
-) -> tuple[NDArray[np.int32] | None, Floats]:
+    chain: Stages, group: Group, k: int, source: _Source, device: torch.device, round: int
+) -> tuple[NDArray[np.integer] | None, Floats]:
     """Which entries of each block of a group, and their values."""
-    indices = np.empty((group.blocks, k), np.int32) if chain.selection.indexed else None
+    fast = chain.kernels(group.h, group.w, device)
+    batches = group.batches_of(_HOT if fast else BATCH)
+    work = _Workspace(batches, device)
+    indices = np.empty((group.blocks, k), narrow(group.L)) if chain.selection.indexed else None
     values = np.empty((group.blocks, k), np.float32)
-    for batch in group.batches:
-        parts = coefficients(batch, work)
-        if indices is not None:
-            for part, (_, rows, _) in zip(parts, rows_of(batch), strict=True):
-                at = slice(batch.start + rows.start, batch.start + rows.stop)
-                indices[at], values[at] = chain.selection.choose(part, (group.h, group.w))
-            continue
-        place = batch.places(_indices(chain, group, indices, batch, round))
-        for part, (_, rows, base) in zip(parts, rows_of(batch), strict=True):
-            at = torch.from_numpy(place[rows] - base).to(part.device)
-            values[batch.start :][rows] = torch.take(part, at).cpu().numpy()
+    for batch in batches:
+        for piece, _, start in rows_of(batch):
+            c, at = source(piece, start, work), slice(piece.start, piece.start + piece.blocks)
+            if fast is not None and indices is not None and chain.selection.in_kernels:  # all of it while a block is in cache
+                fast.select(c.out, c.x, indices[at], values[at], decay=c.decay, scale=c.scale)
+                continue
+            _transform(chain, fast, piece, c, round, work)
+            if indices is not None:
+                indices[at], values[at] = chain.selection.choose(c.out, (group.h, group.w))
+            else:
+                place = Batch((piece,)).places(chain.selection.positions(group.L, round, at.start, at.stop))
+                values[at] = torch.take(c.out, torch.from_numpy(place).to(c.out.device)).cpu().numpy()
     return indices, values
 
 

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from thinwire.codecs.bits import Bytes, pack, packed_nbytes, padding_is_zero, unpack_all
 from thinwire.codecs.registry import INDEX_CODES
 from thinwire.errors import WireError
+from thinwire.kernels import Kernels, library
 
 Indices = NDArray[np.int64]
 
@@ -75,6 +76,13 @@ class IndexCode(ABC):
             WireError: an index out of range, two equal ones, or padding that is not zero.
         """
         return self.decode_all([code], n, start, stop)[0]
+
+    def read_into(self, code: Bytes, out: NDArray[np.integer]) -> bool:  # noqa: ARG002
+        """Read all sets into `out` [n, k] by a C kernel; False where there is none, or the code is not sound.
+
+        `decode` then reads them, or says what is wrong.
+        """
+        return False
 
     def decode_all(self, codes: Sequence[Bytes], n: int, start: int = 0, stop: int | None = None) -> Indices:
         """`decode` of several codes at once, [codes, stop - start, k]: for short ones much faster than one by one.
@@ -198,8 +206,24 @@ class EliasFano(IndexCode):
 
     def encode(self, indices: NDArray[np.integer]) -> Bytes:
         """All rows, then all low bits."""
+        if (fast := self._kernels(indices)) is not None:
+            code = np.zeros(self.nbytes(len(indices)), np.uint8)
+            fast.write_sets(np.ascontiguousarray(indices, np.uint16), code, row=self._row.bits // 8, low=self.low)
+            return code
         rows = self._row.encode((indices >> self.low) + np.arange(self.k))
         return np.concatenate([rows, pack((indices & ((1 << self.low) - 1)).astype(np.uint32).reshape(-1), self.low)])
+
+    def read_into(self, code: Bytes, out: NDArray[np.integer]) -> bool:
+        """See `IndexCode`."""
+        fast = self._kernels(out)
+        if fast is None or not out.flags.c_contiguous or not self._padding(code, len(out)):
+            return False
+        return fast.read_sets(code, out, row=self._row.bits // 8, low=self.low, limit=self.L)
+
+    @staticmethod
+    def _kernels(indices: NDArray[np.integer]) -> Kernels | None:
+        """The C kernels, which know indices of two bytes."""
+        return library() if indices.dtype == np.uint16 else None
 
     def _read_all(self, codes: Sequence[Bytes], n: int, start: int, stop: int) -> Indices:
         middle = self._row.nbytes(n)

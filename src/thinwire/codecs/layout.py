@@ -331,19 +331,24 @@ def matrix_of(tensor: Tensor, grid: Grid) -> Tensor:
     return tensor.detach().reshape(grid.rows, grid.cols)
 
 
-def padded(piece: Piece, matrix: Tensor, out: Tensor | None = None) -> Tensor:
+def write_back(matrix: Tensor, tensor: Tensor) -> None:
+    """Copy a matrix that was changed into the tensor it was made of, where that could not be seen as a matrix."""
+    if matrix.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+        tensor.detach().copy_(matrix.view(tensor.shape))
+
+
+def padded(piece: Piece, part: Tensor, out: Tensor | None = None) -> Tensor:
     """A piece of a matrix in float32, contiguous, with zeros for its padding; the memory of the matrix itself where that is so.
 
     Args:
         piece: which part.
-        matrix: [rows, cols] of the tensor.
+        part: its entries without padding.
         out: memory to use where a copy is needed, at least as large as the piece.
     """
-    part = piece.of_matrix(matrix)
     if part.shape == piece.shape and part.is_contiguous() and part.dtype == torch.float32:
         return part
     n = math.prod(piece.shape)
-    copy = (torch.empty(n, device=matrix.device) if out is None else out[:n]).view(piece.shape)
+    copy = (torch.empty(n, device=part.device) if out is None else out[:n]).view(piece.shape)
     if part.shape != piece.shape:
         copy.zero_()
     copy[: part.shape[0], : part.shape[1]] = part

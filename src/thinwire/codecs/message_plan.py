@@ -124,11 +124,16 @@ class Plan:
         return tuple(tuple(s for s in self.sections if s.number == n) for n in range(len(self.layout.groups)))
 
 
+def narrow(L: int) -> type[np.unsignedinteger]:
+    """What holds an index of a block of L entries in memory: two bytes, four where there are more than 65536."""
+    return np.uint16 if L <= 1 << 16 else np.uint32
+
+
 @dataclass(frozen=True)
 class Kept:
     """What was kept of a group: places within each block [n, k], and the values that receivers read [n, k]."""
 
-    indices: NDArray[np.int32] | None
+    indices: NDArray[np.integer] | None
     values: Floats
 
 

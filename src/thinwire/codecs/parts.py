@@ -41,6 +41,10 @@ class Parts(Codec):
         """Never: bodies of several formats are gathered."""
         return False
 
+    def arithmetic(self, device: torch.device) -> str:
+        """That of the first part that has any."""
+        return next(filter(None, (codec.arithmetic(device) for _, codec in self.parts)), "")
+
     def encode(self, tensors: Sequence[Tensor], *, round: int = 0, spare: int = 0) -> Payload:
         """Every part by its own codec."""
         assert spare == 0, "only linear codecs leave room behind a message"

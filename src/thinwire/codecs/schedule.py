@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from thinwire.codecs.base import Codec, check_codec
@@ -45,6 +46,10 @@ class CodecSchedule:
         for least, number in zip([1, *rounds], rounds, strict=False):
             check_whole_number("the last round of a codec", number, least=least if isinstance(least, int) else 1)
         object.__setattr__(self, "until", rounds)
+
+    def arithmetic(self, device: torch.device) -> str:
+        """That of the first codec that has any: see `Codec.arithmetic`."""
+        return next(filter(None, (codec.arithmetic(device) for codec in self.codecs)), "")
 
     @staticmethod
     def of(codec: Codec | CodecSchedule) -> CodecSchedule:

@@ -28,6 +28,7 @@ class TopK(Selection, Stage):
     """The k entries of largest magnitude of each block. The best k-term approximation, for an index each."""
 
     indexed = True
+    in_kernels = True
 
     def positions(self, L: int, round: int, start: int, stop: int) -> Indices:  # noqa: ARG002
         """Cannot be told without looking."""

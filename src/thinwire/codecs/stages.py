@@ -13,9 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.codecs.bits import Bytes
 from thinwire.codecs.registry import VALUE_FORMATS
 from thinwire.errors import ConfigError, WireError, check_whole_number
+from thinwire.kernels import Kernels
 
 Floats = NDArray[np.float32]
 Indices = NDArray[np.int64]
@@ -40,6 +42,7 @@ class Transform(ABC):
         check_whole_number("the block of a transform", self.block)
 
     mixes = True  # whether it does anything to the entries of a block
+    in_kernels = False  # whether it is the transform that the C kernels know
 
     @property
     def changes(self) -> bool:
@@ -77,6 +80,7 @@ class Selection(ABC):
 
     indexed = False  # whether the indices travel with the values
     everything = False  # whether nothing is left out
+    in_kernels = False  # whether it is the selection that the C kernels know
 
     def __post_init__(self) -> None:
         """Check k."""
@@ -115,6 +119,11 @@ class Row:
     def count(self) -> int:
         """Values in all."""
         return sum(self.lengths)
+
+    @functools.cached_property
+    def whole_blocks(self) -> bool:
+        """Whether no block has fewer than k values."""
+        return all(n % self.k == 0 for n in self.lengths)
 
     def groups(self, g: int) -> int:
         """How many groups of at most g values there are; none has values of two tensors."""
@@ -176,6 +185,10 @@ class Values(ABC):
             WireError: a value or scale that is not finite, a negative scale, or padding that is not zero.
         """
 
+    def read_into(self, raw: Bytes, row: Row, start: int, stop: int, out: Floats) -> bool:  # noqa: ARG002
+        """`read` of values that have been checked, into `out`, by a C kernel; False where there is none."""
+        return False
+
     def check(self, raw: Bytes, row: Row) -> float:
         """A number that no value is larger than in magnitude; all are checked as `read` does, without keeping them.
 
@@ -213,3 +226,11 @@ class Stages:
     def linear(self) -> bool:
         """Whether messages may be averaged on the wire: all workers send the same entries, as plain floats."""
         return not self.selection.indexed and self.values.wire_dtype is not None
+
+    def in_kernels(self, h: int, w: int, device: torch.device) -> bool:
+        """Whether the C kernels know the transform of blocks of this shape there."""
+        return self.transform.in_kernels and h == w == kernels.BLOCK and device.type == "cpu"
+
+    def kernels(self, h: int, w: int, device: torch.device) -> Kernels | None:
+        """The C kernels, where they know such blocks and can be had; else torch and numpy do the same."""
+        return kernels.library() if self.in_kernels(h, w, device) else None

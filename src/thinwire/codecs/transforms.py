@@ -17,6 +17,7 @@ from thinwire.codecs.chain import Identity, Stage
 from thinwire.codecs.shared_seed import numbers
 from thinwire.codecs.stages import Transform
 from thinwire.errors import ConfigError, check_whole_number
+from thinwire.kernels import cosines
 
 __all__ = ["DCT", "Hadamard", "Identity", "RandomOrthogonal", "Transform"]
 
@@ -27,12 +28,11 @@ _SIGNS = 1  # purpose of the shared random numbers
 class DCT(Transform, Stage):
     """Orthonormal DCT-II, the transform of DeMo: P[i, j] = sqrt(2 / n) cos(pi (2 j + 1) i / (2 n)), row 0 over sqrt(2)."""
 
+    in_kernels = True
+
     def basis(self, length: int, round: int) -> NDArray[np.float64]:  # noqa: ARG002
         """The cosines."""
-        i, j = np.arange(length)[:, None], np.arange(length)[None, :]
-        P = np.sqrt(2 / length) * np.cos(math.pi * (2 * j + 1) * i / (2 * length))
-        P[0] /= math.sqrt(2)
-        return P
+        return cosines(length)
 
 
 @dataclass(frozen=True, repr=False)

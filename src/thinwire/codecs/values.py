@@ -29,6 +29,7 @@ from thinwire.codecs.chain import Float, Stage
 from thinwire.codecs.registry import VALUE_FORMATS
 from thinwire.codecs.stages import RUN, Floats, Indices, Row, Values, finite
 from thinwire.errors import WireError, check_whole_number
+from thinwire.kernels import library
 
 __all__ = ["Float", "Floats", "Fp4", "Int8", "Row", "Scaled", "Sign", "Ternary", "TwoBit", "Values"]
 
@@ -320,6 +321,15 @@ class Sign(Scaled):
 
     def _restore(self, codes: NDArray[np.integer], scales: Floats) -> Floats:
         return np.where(codes, -scales[..., 0], scales[..., 0])
+
+    def read_into(self, raw: Bytes, row: Row, start: int, stop: int, out: Floats) -> bool:
+        """See `Values`."""
+        whole = self.group_of(row.k) == row.k and not start % row.k and not stop % row.k and row.whole_blocks
+        if not whole or (fast := library()) is None:
+            return False
+        head = len(raw) - packed_nbytes(row.count, self.width)
+        fast.read_signs(raw[:head], raw[head:], start // row.k, row.k, out)
+        return True
 
 
 def _mean(groups: Floats, counts: NDArray[np.number]) -> Floats:

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.base import Messages
-from thinwire.codecs.chain import Chain, Encoded
+from thinwire.codecs.chain import Chain, Encoded, Stage
 from thinwire.codecs.dense import Dense
+from thinwire.codecs.made import Made
 from thinwire.codecs.wire import PART_NBYTES, Envelope, fingerprint, read_flags, seal, unseal
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.errors import NonFiniteRound, WireError, check_whole_number
@@ -72,6 +73,9 @@ class Exchange(ABC):
         """Encode the message and post it."""
         if not isinstance(round, int) or round < 0:
             check_whole_number("round", round, least=0)
+        if outgoing.made is not None and (outgoing.codec.linear or not isinstance(outgoing.codec, Chain | Stage)):
+            outgoing = replace(outgoing, tensors=list(outgoing.made), made=None)  # such codecs take whole tensors
+        self.by_pieces = outgoing.slots is not None or outgoing.made is not None
         self.peers, self.round, self.any_shard, self.purpose = peers, round, any_shard, purpose
         self.outgoing, self.codec, self.weight, self.missing = outgoing, outgoing.codec, outgoing.weight, missing
         # Shapes only: the tensors may change meanwhile.
@@ -79,10 +83,10 @@ class Exchange(ABC):
         self.encoded: Encoded | None = None
         self.sent: list[Tensor] = []
         if link is not None:
-            body, invalid = self._encode_slots(largest) if outgoing.slots is not None else self._encode(largest)
+            body, invalid = self._encoded(largest)
             payload, op = self._message(replace(body, purpose=purpose), any_shard(invalid))
             self.posted, self.ticket = payload, link.post(payload, op)
-        elif outgoing.slots is not None:
+        elif self.by_pieces:
             self.outgoing, self.codec = replace(outgoing, tensors=self.like), Chain.of(self.codec)
 
     @abstractmethod
@@ -106,8 +110,14 @@ class Exchange(ABC):
         """Numbers that are sent behind the values."""
         return 0
 
-    def _encode(self, largest: float) -> tuple[Payload, bool]:
+    def _encoded(self, largest: float) -> tuple[Payload, bool]:
         """The body, with room behind it, and whether the contribution is invalid."""
+        if self.outgoing.slots is not None:
+            return self._encode_slots(largest)
+        return self._encode(largest) if self.outgoing.made is None else self._encode_made(self.outgoing.made, largest)
+
+    def _encode(self, largest: float) -> tuple[Payload, bool]:
+        """Of tensors."""
         codec, tensors, spare = self.codec, self.outgoing.tensors, self.spare
         scaled = [t * self.weight for t in tensors] if spare and self.weight is not None else tensors
         if isinstance(codec, Dense):
@@ -128,19 +138,28 @@ class Exchange(ABC):
                 self.sent = [s / self.weight for s in self.sent]
         return body, bool(self.outgoing.invalid) or not finite
 
+    def _encode_made(self, made: Made, largest: float) -> tuple[Payload, bool]:
+        """Of tensors that are made piece by piece; what receivers read of them is decoded when it is asked for."""
+        chain = Chain.of(self.codec)
+        encoded = chain.encode_tensors(made, round=self.round)
+        finite = encoded.finite and all_finite(made.runs(), largest)
+        self.outgoing, self.codec, self.encoded = replace(self.outgoing, tensors=self.like), chain, encoded
+        return encoded.payload, bool(self.outgoing.invalid) or not finite
+
     def _encode_slots(self, largest: float) -> tuple[Payload, bool]:
-        """Likewise of slots."""
+        """Of slots."""
         out, chain = self.outgoing, Chain.of(self.codec)
-        assert out.slots is not None
+        assert out.slots is not None and (out.made is None or out.invalid is not None)
         # Without an accumulation it is the slots that may hold something invalid where a selection does not look.
         looked = out.slots if out.scale is None else out.tensors
         invalid = not all_finite(looked, largest) if out.invalid is None else out.invalid
         invalid = self.any_shard(invalid)  # before anything is accumulated: all shards of a worker leave its gradient out
         scale = None if invalid else out.scale  # slots outlive the round: nothing invalid may enter them
-        encoded = chain.encode_slots(out.slots, out.tensors, round=self.round, decay=out.decay, scale=scale)
+        encoded = chain.encode_slots(out.slots, out.tensors, round=self.round, decay=out.decay, scale=scale, made=out.made)
         if not encoded.finite and scale is not None:  # finite numbers so large that their transform is not: they must not stay
             zero_invalid_(out.slots)
-        self.outgoing = replace(out, tensors=self.like)  # they are in the slots by now: no copy of the model travels along
+        # They are in the slots by now: no copy of the model travels along.
+        self.outgoing = replace(out, tensors=self.like, made=None)
         self.codec, self.encoded, body = chain, encoded, encoded.payload
         if self.spare:
             data = body.data if self.weight is None else body.data * self.weight
@@ -262,7 +281,7 @@ class Gathered(Exchange):
             mine = ids.index(self.peers.id)
             return self._arrived(ids, _each=[each[mine], each[-1 - mine]]), True
         messages = Messages(bodies, self.like, self.round, self.outgoing.mean, weights, ids)
-        if self.outgoing.slots is not None:
+        if self.by_pieces:
             assert isinstance(self.codec, Chain)
             own = (ids.index(self.peers.id), self.encoded) if self.encoded and self.peers.id in ids else None
             received = self.codec.receive(messages, own=own)

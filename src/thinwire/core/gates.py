@@ -26,6 +26,7 @@ from thinwire.core.exchange import AnyShard, alone
 from thinwire.core.hashing import hash_tensors, show_hash
 from thinwire.core.slots import COUNTERS, WHOSE, SlotOptimizer
 from thinwire.errors import ConfigError, FingerprintMismatch, WireError
+from thinwire.kernels import SETTING
 from thinwire.links.base import Link
 from thinwire.payload import LONGEST, Payload, describe
 from thinwire.sharding.shards import local
@@ -114,7 +115,9 @@ _DIGEST = 16  # bytes of a digest that travel
 _HASH = 8  # bytes of a hash of tensors
 
 STARTING, FROZEN = "starting value of ", "frozen parameters"  # names of hashes in a fingerprint
+KERNELS = "C kernels"
 _HINTS = {
+    KERNELS: f": install a C compiler (cc) on all workers, or set {SETTING}=off on all of them; see docs/performance.md",
     STARTING: ": seed all workers alike before the model is built, or call thinwire.broadcast(link, model)",
     FROZEN: ": load the same base model on all workers, or call thinwire.broadcast(link, model)",
 }

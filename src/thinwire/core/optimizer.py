@@ -265,6 +265,7 @@ class Algorithm(JoiningOptimizer, Reporting):
             **policy,
             "buffers": [describe(local(b)) for b in self.buffers],
             **gates.describe_parameters(self),
+            **({gates.KERNELS: told} if (told := self.codecs.arithmetic(self.params()[0].device)) else {}),
             "steps so far": self.common_steps,
             "rounds so far": self.rounds,
             **gates.hashes_of_replicated(self),

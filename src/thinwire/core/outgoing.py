@@ -14,6 +14,7 @@ from thinwire.codecs.aggregate import PLAIN, Mean
 from thinwire.codecs.base import Codec
 from thinwire.codecs.chain import Encoded, PerTensor
 from thinwire.codecs.decoder import Received
+from thinwire.codecs.made import Made
 from thinwire.codecs.parts import framed_nbytes
 from thinwire.codecs.wire import HEADER_NBYTES
 from thinwire.errors import ConfigError
@@ -35,6 +36,8 @@ class Outgoing:
             What is added so stays in the slots whatever becomes of the round; an invalid tensor is not added.
         scale: see `decay`; by default the slots are sent as they are.
         source: what `tensors` were made of, where a message that is sent again is made from that.
+        made: what is sent instead of `tensors`, or added to the slots, made piece by piece; `tensors` tell the shapes. Where it
+            is added to slots, `invalid` must be said: to look at it would make it twice.
         pair: the ranks of this worker and the one that it exchanges with, in order, or its own alone; None for all workers.
     """
 
@@ -48,6 +51,7 @@ class Outgoing:
     decay: PerTensor = 1.0
     scale: PerTensor | None = None
     source: list[Tensor] | None = None
+    made: Made | None = None
     pair: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -97,7 +101,7 @@ class Arrived:
         ids: of the workers whose messages were counted, in order.
         included: whether this worker's own was among them.
         outgoing: what this worker gave.
-        sent: what the others read in this worker's message, where that was asked for.
+        sent: what the others read in this worker's message, where that was asked for; empty where `each_sent` decodes it.
         which: numbers of the parameters that the round is about; all of them unless it is a fragment's.
         last: whether this is the round of `finish()`, after which all workers are equal.
     """
@@ -142,11 +146,22 @@ class Arrived:
             self._encoded.take_from(slots, scale=scale)
 
     def each(self, tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> Iterator[Any]:
-        """Go through tensors and the mean side by side, without a copy of the model: see `Received.each`."""
-        assert self._received is not None
+        """Go through tensors and the mean side by side, without a copy of the model where the codec allows: `Received.each`."""
+        if self._received is None:
+            return _side_by_side(tensors, self.mean, *others)
         return self._received.each(tensors, *others)
+
+    def each_sent(self, tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> Iterator[Any]:
+        """Likewise tensors and what the others read in this worker's message."""
+        if self._encoded is None:
+            return _side_by_side(tensors, self.sent, *others)
+        return self._encoded.each(tensors, *others)
 
     def squares(self) -> list[float]:
         """The sum of squares of each tensor's mean: see `Received.squares`."""
         assert self._received is not None
         return self._received.squares()
+
+
+def _side_by_side(tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> Iterator[Any]:
+    return ((i, *all_of_it) for i, all_of_it in enumerate(zip(tensors, *others, strict=True)))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from thinwire.codecs.made import Made
 from thinwire.errors import ConfigError, check_choice, check_not_negative
 from thinwire.maths.orthogonalize import orthogonalised
 
@@ -28,32 +29,41 @@ UpdateRule = Literal["unit", "sign", "sgd", "muon", "adam"]
 RULES = get_args(UpdateRule)
 
 
-def whitened(
-    g: Sequence[Tensor],
-    v: Sequence[Tensor],
-    counts: Sequence[Tensor],
-    groups: Sequence[Mapping[str, Any]],
-    *,
-    clip: float,
-) -> list[Tensor]:
-    """The gradients divided by sqrt(v) + eps, with v <- b2 v + (1 - b2) g^2 first: what Adam makes of them, without momentum.
+def whitened(g: Tensor, v: Tensor, *, b2: float, eps: float, step: int, clip: float = 1.0) -> Tensor:
+    """A gradient divided by sqrt(v) + eps, with v <- b2 v + (1 - b2) g^2 first: what Adam makes of it, without momentum.
+
+    Args:
+        g: the gradient, or a piece of it; not changed.
+        v: its running second moment; changed in place.
+        b2: decay of the second moment.
+        eps: see above.
+        step: how many gradients there have been, this one included.
+        clip: multiplies the gradient first.
+    """
+    wide = g.to(v.dtype) if clip == 1 else g.to(v.dtype) * clip
+    v.mul_(b2).addcmul_(wide, wide, value=1 - b2)
+    root = v.sqrt().div_(math.sqrt(1 - b2**step)).add_(eps)
+    return torch.div(wide, root, out=root)
+
+
+def whitening(
+    g: Sequence[Tensor], v: Sequence[Tensor], counts: Sequence[Tensor], groups: Sequence[Mapping[str, Any]], *, clip: float
+) -> Made:
+    """Gradients that are `whitened` while they are encoded, each once.
 
     Args:
         g: gradients; not changed.
         v: running second moment of each; changed in place.
-        counts: how many gradients each has seen, 0-d; changed in place.
+        counts: how many gradients each has seen, these included, 0-d.
         groups: the group of each, for betas and eps.
         clip: multiplies the gradients first.
     """
-    out = []
-    for g_, v_, count, group in zip(g, v, counts, groups, strict=True):
-        b2, eps = group["betas"][1], group["eps"]
-        wide = g_.to(v_.dtype) if clip == 1 else g_.to(v_.dtype) * clip
-        v_.mul_(b2).addcmul_(wide, wide, value=1 - b2)
-        count.add_(1)
-        root = v_.sqrt().div_(math.sqrt(1 - b2 ** float(count))).add_(eps)
-        out.append(torch.div(wide, root, out=root))
-    return out
+    steps = [int(count) for count in counts]
+
+    def make(i: int, g: Tensor, v: Tensor) -> Tensor:
+        return whitened(g, v, b2=groups[i]["betas"][1], eps=groups[i]["eps"], step=steps[i], clip=clip)
+
+    return Made((g, v), make)
 
 
 def apply_elementwise(

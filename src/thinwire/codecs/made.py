@@ -1,0 +1,68 @@
+"""Made: tensors that are made piece by piece while they are encoded, without a copy of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from thinwire.codecs.layout import Piece, matrix_of, write_back
+
+_RUN = 1 << 18  # entries that fit into a cache
+
+
+@dataclass(frozen=True)
+class Made:
+    """Tensors that are made of others, of the same shapes.
+
+    Attributes:
+        sources: lists of the tensors that they are made of.
+        make: given the number of a tensor and the same piece of it in each of the sources, the piece; every element may depend
+            on the same element of the sources alone. It may change them in place.
+    """
+
+    sources: tuple[Sequence[Tensor], ...]
+    make: Callable[..., Tensor]
+
+    def __len__(self) -> int:
+        return len(self.sources[0])
+
+    def __getitem__(self, i: int) -> Tensor:
+        return self.make(i, *(source[i].detach() for source in self.sources))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[i] for i in range(len(self)))
+
+    def runs(self) -> Iterator[Tensor]:
+        """All of them in runs of entries, to look at them without a copy of the model."""
+        return (self.make(i, *parts) for i, parts in self._runs())
+
+    def replace_first(self) -> None:
+        """Overwrite the tensors of the first source with those that are made of them."""
+        for i, parts in self._runs():
+            parts[0].copy_(self.make(i, *parts))
+
+    def _runs(self) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        for i, tensors in enumerate(zip(*self.sources, strict=True)):
+            whole = tuple(t.detach() for t in tensors)
+            if all(t.is_contiguous() for t in whole):
+                yield from ((i, parts) for parts in zip(*(t.view(-1).split(_RUN) for t in whole), strict=True))
+            else:
+                yield i, whole
+
+    def piece(self, piece: Piece) -> Tensor:
+        """A piece of one of the tensors, without padding."""
+        i = piece.grid.index
+        matrices = [matrix_of(source[i], piece.grid) for source in self.sources]
+        made = self.make(i, *(piece.of_matrix(m) for m in matrices))
+        for source, matrix in zip(self.sources, matrices, strict=True):
+            write_back(matrix, source[i])
+        return made
+
+
+def piece_of(tensors: Sequence[Tensor] | Made, piece: Piece) -> Tensor:
+    """A piece of one of these tensors, without padding; a view where its memory allows."""
+    if isinstance(tensors, Made):
+        return tensors.piece(piece)
+    return piece.of_matrix(matrix_of(tensors[piece.grid.index], piece.grid))

@@ -20,7 +20,7 @@ test: lint types docs ## Lint, types, docs and the quick tests (what CI runs; ab
 
 test-full: lint types docs $(VENV)/.frameworks $(VENV)/.servers ## The same with the slow tests, real servers and frameworks (about 30 minutes on 2 cores).
 	$(PYTEST) -m ""
-	THINWIRE_KERNELS=auto $(PYTEST) -m "" tests/codecs tests/kernels tests/algorithms tests/conformance tests/elastic tests/test_golden.py tests/test_share.py
+	THINWIRE_KERNELS=auto $(PYTEST) tests/codecs tests/kernels tests/algorithms tests/conformance tests/elastic tests/test_golden.py tests/test_share.py
 
 chaos: $(VENV)/.servers ## Kill workers of 5 methods again and again; each run must end as if nothing had happened.
 	$(BIN)/python -m benchmarks.chaos

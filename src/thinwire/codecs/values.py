@@ -327,7 +327,7 @@ class Sign(Scaled):
         whole = self.group_of(row.k) == row.k and not start % row.k and not stop % row.k and row.whole_blocks
         if not whole or (fast := library()) is None:
             return False
-        head = len(raw) - packed_nbytes(row.count, self.width)
+        head = len(raw) - packed_nbytes(row.count, int(self.width))
         fast.read_signs(raw[:head], raw[head:], start // row.k, row.k, out)
         return True
 

@@ -117,7 +117,7 @@ def _words(text: Tensor) -> str:
 def _trained(files: list[str], vocab: int) -> Any:
     """A byte-level encoding as of GPT-2; "tokenizers" has no types that pyright could know without it."""
     try:
-        from tokenizers import Tokenizer, models, pre_tokenizers, trainers  # pyright: ignore[reportMissingImports]
+        from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     except ImportError as error:
         raise MissingDependency(f"vocab={vocab} needs tokenizers: {how_to_install('text')}") from error
     tokenizer = Tokenizer(models.BPE())

@@ -99,7 +99,7 @@ def _digits() -> ImageSet:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise MissingDependency(f"digits needs scikit-learn: {how_to_install('images')}") from error
-    pixels, labels = load_digits(return_X_y=True)
+    pixels, labels = map(np.asarray, load_digits(return_X_y=True))
     order = np.random.default_rng(0).permutation(len(labels))
     images = pixels[order].astype(np.uint8).reshape(-1, 1, 8, 8)
     labels = labels[order].astype(np.int64)

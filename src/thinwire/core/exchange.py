@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Messages
+from thinwire.codecs.base import Codec, Messages
 from thinwire.codecs.chain import Chain, Encoded, Stage
 from thinwire.codecs.dense import Dense
 from thinwire.codecs.made import Made
@@ -42,6 +42,10 @@ AnyShard = Callable[[bool], bool]
 def alone(flag: bool) -> bool:
     """The `AnyShard` of a worker that is one process."""
     return flag
+
+
+def _takes_whole_tensors(codec: Codec) -> bool:
+    return codec.linear or not isinstance(codec, Chain | Stage)
 
 
 class Exchange(ABC):
@@ -73,8 +77,8 @@ class Exchange(ABC):
         """Encode the message and post it."""
         if not isinstance(round, int) or round < 0:
             check_whole_number("round", round, least=0)
-        if outgoing.made is not None and (outgoing.codec.linear or not isinstance(outgoing.codec, Chain | Stage)):
-            outgoing = replace(outgoing, tensors=list(outgoing.made), made=None)  # such codecs take whole tensors
+        if outgoing.made is not None and outgoing.slots is None and _takes_whole_tensors(outgoing.codec):
+            outgoing = replace(outgoing, tensors=list(outgoing.made), made=None)
         self.by_pieces = outgoing.slots is not None or outgoing.made is not None
         self.peers, self.round, self.any_shard, self.purpose = peers, round, any_shard, purpose
         self.outgoing, self.codec, self.weight, self.missing = outgoing, outgoing.codec, outgoing.weight, missing
@@ -155,6 +159,8 @@ class Exchange(ABC):
         invalid = not all_finite(looked, largest) if out.invalid is None else out.invalid
         invalid = self.any_shard(invalid)  # before anything is accumulated: all shards of a worker leave its gradient out
         scale = None if invalid else out.scale  # slots outlive the round: nothing invalid may enter them
+        if out.made is not None and (invalid or _takes_whole_tensors(self.codec)):  # to make them may change other slots
+            out = replace(out, tensors=out.tensors if invalid else list(out.made), made=None)
         encoded = chain.encode_slots(out.slots, out.tensors, round=self.round, decay=out.decay, scale=scale, made=out.made)
         if not encoded.finite and scale is not None:  # finite numbers so large that their transform is not: they must not stay
             zero_invalid_(out.slots)

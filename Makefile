@@ -15,10 +15,10 @@ help: ## Show this list.
 demo: $(VENV)/.core ## Train a small GPT on 2 real workers with 3 methods: loss, bytes, speed on a thin link (about 3 minutes).
 	$(BIN)/thinwire demo
 
-test: lint types docs ## Lint, types, docs and the quick tests (what CI runs; about 8 minutes on 2 cores).
+test: lint types docs ## Lint, types, docs and the quick tests (what CI runs; about 9 minutes on 2 cores).
 	$(PYTEST)
 
-test-full: lint types docs $(VENV)/.frameworks $(VENV)/.servers ## The same with the slow tests, real servers and frameworks (about 30 minutes on 2 cores).
+test-full: lint types docs $(VENV)/.frameworks $(VENV)/.servers ## The same with the slow tests, real servers and frameworks (about 35 minutes on 2 cores).
 	$(PYTEST) -m ""
 	THINWIRE_KERNELS=auto $(PYTEST) tests/codecs tests/kernels tests/algorithms tests/conformance tests/elastic tests/test_golden.py tests/test_share.py
 

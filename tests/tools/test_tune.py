@@ -22,8 +22,9 @@ JOB = ["--task", "quadratic", "--workers", "2", "--steps", "12", "--eval-every",
 
 
 def test_each_method_is_tuned_on_short_runs_of_one_seed_and_its_points_are_counted(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "160")  # a narrow terminal leaves columns out
     command = ["data-parallel", "far = diloco --H {2,4}", "fixed = diloco --H 2 --lr 0.01", *JOB, "--warm-start", "3"]
     command += ["--seeds", "5,6", "--tune", "0.05,0.1", "--out", str(tmp_path)]
     code, printed, err = call(capsys, *command)

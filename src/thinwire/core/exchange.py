@@ -159,11 +159,12 @@ class Exchange(ABC):
         invalid = not all_finite(looked, largest) if out.invalid is None else out.invalid
         invalid = self.any_shard(invalid)  # before anything is accumulated: all shards of a worker leave its gradient out
         scale = None if invalid else out.scale  # slots outlive the round: nothing invalid may enter them
-        if out.made is not None and (invalid or _takes_whole_tensors(self.codec)):  # to make them may change other slots
-            out = replace(out, tensors=out.tensors if invalid else list(out.made), made=None)
-        encoded = chain.encode_slots(out.slots, out.tensors, round=self.round, decay=out.decay, scale=scale, made=out.made)
+        slots, tensors, made = out.slots, out.tensors, None if invalid else out.made  # to make them may change other slots
+        if made is not None and _takes_whole_tensors(self.codec):
+            tensors, made = list(made), None
+        encoded = chain.encode_slots(slots, tensors, round=self.round, decay=out.decay, scale=scale, made=made)
         if not encoded.finite and scale is not None:  # finite numbers so large that their transform is not: they must not stay
-            zero_invalid_(out.slots)
+            zero_invalid_(slots)
         # They are in the slots by now: no copy of the model travels along.
         self.outgoing = replace(out, tensors=self.like, made=None)
         self.codec, self.encoded, body = chain, encoded, encoded.payload

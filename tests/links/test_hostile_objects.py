@@ -185,7 +185,8 @@ def test_an_object_that_is_overwritten_stops_a_reader_and_never_makes_replicas_d
         late.next_round()
 
 
-def test_a_twin_with_the_same_key_is_found() -> None:
+@pytest.mark.parametrize("in_turns", [False, True], ids=["one is always first", "each is first in turns"])
+def test_a_twin_with_the_same_key_is_found(in_turns: bool) -> None:
     store = MemoryStore()
     run = make_run(store, 1)
     one = link_of(store, run, 0)
@@ -195,24 +196,11 @@ def test_a_twin_with_the_same_key_is_found() -> None:
         assert two.next_round() is not None
     with pytest.raises(LinkError, match="another process has the same key"):  # noqa: PT012
         for number in range(10):
-            two.next_round() if number else None
-            exchange(one, b"one")
-            exchange(two, b"two")
-
-
-def test_a_twin_is_found_also_where_the_two_are_first_in_turns() -> None:
-    store = MemoryStore()
-    run = make_run(store, 1)
-    one = link_of(store, run, 0)
-    found(one)
-    two = link_of(store, run, 0)
-    while two.place.number < one.place.number:
-        assert two.next_round() is not None
-    with pytest.raises(LinkError, match="another process has the same key"):  # noqa: PT012
-        for _ in range(10):
-            for first, second in ((one, two), (two, one)):
-                exchange(first, b"one")
-                exchange(second, b"two")
+            first, second = (two, one) if in_turns and number % 2 else (one, two)
+            if number and not in_turns:
+                two.next_round()
+            exchange(first, b"one")
+            exchange(second, b"two")
 
 
 def test_a_worker_that_is_added_while_the_run_goes_on_takes_part() -> None:

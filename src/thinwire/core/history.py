@@ -132,22 +132,25 @@ class History:
             older: take one that is older than the one that was taken last, which was wrong.
         """
         before = self._began_at if older else None
+        while not self._take_newest(after, before) and needed:
+            if not self.link.ask_for_state(after):
+                raise LinkError(f"worker {self.link.rank} needs a checkpoint of the run to go on from, and there is none")
+
+    def _take_newest(self, after: int, before: int | None) -> bool:
+        """Take the newest checkpoint between two rounds that can be read; whether there was one."""
         for state in self.link.archive.states(most=transfer.most_nbytes(self.opt)):
             try:
                 place = _place_of(transfer.read_extra(state))
                 if place.number <= after:
-                    break
+                    return False
                 if before is not None and place.number >= before:
                     continue
                 self._take_state(state)
             except (CheckpointError, KeyError, TypeError, ValueError) as error:
                 log.warning("a checkpoint is passed over: %s", error)
                 continue
-            return
-        if needed and self.link.ask_for_state(after):
-            self.begin_at_checkpoint(needed=needed, after=after, older=older)
-        elif needed:
-            raise LinkError(f"worker {self.link.rank} needs a checkpoint of the run to go on from, and there is none")
+            return True
+        return False
 
     def _take_state(self, state: bytes) -> None:
         extra = transfer.read_extra(state)

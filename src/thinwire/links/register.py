@@ -23,6 +23,7 @@ log = logging.getLogger("thinwire")
 LIFE = "life"
 MOST_VALUE = 8 << 20  # bytes: a TCPStore ends the connection on which more comes
 _ANSWER = 30.0  # seconds that a request may take
+_MOST_RECONNECTS = 100  # for one request
 _PAUSE = 0.1  # seconds between two attempts to reach the host
 
 
@@ -66,18 +67,19 @@ class Register:
             Moved: the host was started again, and is empty.
             LinkError: it does not answer.
         """
-        if self.moved:
-            raise Moved(f"the host of the run at {self.host}:{self.port} was started again")
-        try:
-            return getattr(self._client, what)(*arguments)
-        except dist.DistNetworkError as cause:
-            log.warning("the host of the run at %s:%d is away [%s]", self.host, self.port, gist(cause))
-            before = self.life
-            self._client, self.life = self._connect()
-            self.moved = self.life != before
-            return self.ask(what, *arguments)
-        except RuntimeError as cause:
-            raise LinkError(f"the host of the run at {self.host}:{self.port} does not answer [{gist(cause)}]") from cause
+        for _ in range(_MOST_RECONNECTS):
+            if self.moved:
+                raise Moved(f"the host of the run at {self.host}:{self.port} was started again")
+            try:
+                return getattr(self._client, what)(*arguments)
+            except dist.DistNetworkError as cause:
+                log.warning("the host of the run at %s:%d is away [%s]", self.host, self.port, gist(cause))
+                before = self.life
+                self._client, self.life = self._connect()
+                self.moved = self.life != before
+            except RuntimeError as cause:
+                raise LinkError(f"the host of the run at {self.host}:{self.port} does not answer [{gist(cause)}]") from cause
+        raise LinkError(f"the host of the run at {self.host}:{self.port} ended {_MOST_RECONNECTS} connections of one request")
 
     def _connect(self) -> tuple[dist.TCPStore, str]:
         started, why = time.monotonic(), ""

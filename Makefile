@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# Containers often set this. Without bytecode every process that a test starts compiles all of thinwire anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 .DEFAULT_GOAL := help

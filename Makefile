@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full chaos lint types docs bench evidence evidence-all clean
+.PHONY: help demo test quick-tests test-full chaos lint types docs bench evidence evidence-all clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -18,7 +18,10 @@ help: ## Show this list.
 demo: $(VENV)/.core ## Train a small GPT on 2 real workers with 3 methods: loss, bytes, speed on a thin link (about 3 minutes).
 	$(BIN)/thinwire demo
 
-test: lint types docs ## Lint, types, docs and the quick tests (what CI runs; about 9 minutes on 2 cores).
+test: $(VENV)/.dev ## Lint, types, docs and the quick tests (what CI runs; about 8 minutes on 2 cores).
+	@$(MAKE) --no-print-directory --jobs=2 quick-tests lint types docs
+
+quick-tests: $(VENV)/.dev
 	$(PYTEST)
 
 test-full: lint types docs $(VENV)/.frameworks $(VENV)/.servers ## The same with the slow tests, real servers and frameworks (about 35 minutes on 2 cores).

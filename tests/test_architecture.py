@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,7 @@ def test_every_public_name_can_be_had_and_unknown_ones_not() -> None:
 MOST_LINES, MOST_METHODS = 400, 30
 
 
+@cache
 def _files() -> dict[str, ast.Module]:
     return {str(p.relative_to(SOURCE)): ast.parse(p.read_text()) for p in sorted(SOURCE.rglob("*.py"))}
 

@@ -23,6 +23,7 @@ import thinwire
 from tests.conformance.training import backward, model_of, sgd, snapshot, train
 from tests.processes import Pool
 from tests.test_agreement import normed, normed_backward
+from tests.tiers import first_quick
 from thinwire import DCT, Link, TopK, World, checkpoint
 from thinwire.core.gates import handshake, read_json, tell_all
 from thinwire.core.replicas import broadcast, drift
@@ -126,7 +127,7 @@ def _shake(link: Link, attacker: int, raw: bytes) -> tuple[str, str]:
     return outcome(lambda: handshake(link, SETTINGS))
 
 
-@pytest.mark.parametrize("attacker", [0, 1])
+@pytest.mark.parametrize("attacker", first_quick([1, 0]))
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_hostile_handshake_ends_on_all_workers_with_a_short_message(name: str, attacker: int, pool: Pool) -> None:
     raw = TEXTS[name]

@@ -67,6 +67,7 @@ def test_figures_in_the_text_are_filled_in(monkeypatch: pytest.MonkeyPatch, tmp_
     assert results.page().splitlines()[-1] == f"a {mean:.3f} b +0.0% c 1.00x"
 
 
+@pytest.mark.slow  # reads every command of the records
 def test_the_commands_of_the_best_rows_are_still_commands() -> None:
     rows = recorded()
     for arms in PARTS.values():

@@ -23,7 +23,7 @@ from thinwire.errors import ConfigError
             ("streaming-diloco", {"fragments": 1, "tau": 1}),
             ("demo", {"delay": True}),
         ],
-        quick=2,
+        quick=1,
     ),
 )
 def test_a_group_that_comes_while_a_message_is_under_way_is_not_part_of_it(name: str, settings: dict[str, Any]) -> None:

@@ -103,6 +103,7 @@ def test_d2_keeping_the_inner_moments_is_better_than_resetting_them() -> None:
     assert final_loss(4, 10, 3e-3) < 0.95 * final_loss(4, 10, 3e-3, reset=True)
 
 
+@pytest.mark.slow  # trains two runs
 def test_d3_outer_nesterov_beats_plain_averaging_at_long_h() -> None:
     assert final_loss(4, 50, 1e-3) < 0.5 * final_loss(4, 50, 1e-3, outer_lr=1.0, outer_momentum=0.0)
 

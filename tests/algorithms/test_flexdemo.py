@@ -317,7 +317,7 @@ def _awkward(_: Link, kind: str, shards: int, settings: dict[str, Any], poison: 
 CODECS = [DCT(4) >> TopK(3), DCT(4) >> TopK(3) >> Sign(), DCT(4) >> RandomK(0.25), Striding(0.25), Float("fp32")]
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("codec", first_quick(CODECS, quick=2), ids=repr)
 @pytest.mark.parametrize(("kind", "shards"), first_quick([("uneven", 4), ("uneven", 2), ("one row", 2)]))
 def test_shards_that_do_not_divide_or_are_empty_train(kind: str, shards: int, codec: Codec, pool: Pool) -> None:
     answers = pool.run(_awkward, 4, kind, shards, {"codec": codec, "clip_norm": 1.0}, False)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import thinwire
 from tests.conformance.training import adamw, assert_close, assert_same, backward, model_of, sgd, snapshot, train
 from tests.processes import Pool
+from tests.tiers import first_quick
 from thinwire import (
     Codec,
     Dense,
@@ -273,6 +274,7 @@ def test_delay_costs_little_and_the_layout_less() -> None:
         )
 
 
+@pytest.mark.slow  # trains; bytes of fp4 are tested with the codecs
 def test_fp4_sends_an_eighth_and_costs_little() -> None:
     """S4: differences in E3M0 with a scale for every 256 values."""
     shown, _, nbytes = World(4).run(bowl)[0]
@@ -294,7 +296,9 @@ def through_disk(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, Any]
     return torch.load(disk, weights_only=True)
 
 
-@pytest.mark.parametrize(("tau", "codec", "merge"), [(1, Dense(), "mean"), (3, SEEDED, "mean"), (5, Fp4(), "rda")], ids=repr)
+@pytest.mark.parametrize(
+    ("tau", "codec", "merge"), first_quick([(3, SEEDED, "mean"), (1, Dense(), "mean"), (5, Fp4(), "rda")]), ids=repr
+)
 def test_it_resumes_bit_for_bit_at_every_step(tau: int, codec: Codec, merge: str) -> None:
     steps = 2 * H + 1
 

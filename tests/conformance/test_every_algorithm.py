@@ -319,7 +319,7 @@ def test_refusals_in_a_row_end_in_the_same_error_on_all_workers(name: str, size:
     assert aborted == 3
 
 
-@pytest.mark.parametrize("name", first_quick(NAMES, quick=3))
+@pytest.mark.parametrize("name", first_quick(NAMES))
 def test_zero_never_gives_up_and_a_wrong_number_is_refused(name: str) -> None:
     def worker(link: thinwire.Link) -> int:
         model = model_of()
@@ -382,6 +382,9 @@ def test_a_grad_scaler_that_starts_too_high_comes_down_on_all_workers(name: str)
 def test_a_setting_that_is_not_finite_is_refused_before_anything_moves(name: str, setting: str, value: object) -> None:
     model = model_of()
     opt = build(name, model.parameters(), SoloLink())
+    if setting not in opt.param_groups[0]:
+        assert setting != "lr", "every method has one"
+        return  # nothing to refuse
     train(model, opt, 0, H + 1)
     before, state, counters = snapshot(model), _copied(opt.state_dict()["state"]), (opt.steps, opt.rounds)
     good = opt.param_groups[0][setting]
@@ -701,7 +704,7 @@ def _add_and_skip(link: thinwire.Link, name: str, at: int) -> tuple[list, int]:
     return snapshot(model), opt.message_nbytes()
 
 
-@pytest.mark.parametrize("name", first_quick(NAMES, quick=3))
+@pytest.mark.parametrize("name", first_quick(NAMES))
 def test_a_group_may_be_added_before_a_step_that_is_skipped(name: str, pool: Pool) -> None:
     for at in range(1, 2 * H + 1):
         simulated = World(2).run(lambda link, at=at: _add_and_skip(link, name, at))

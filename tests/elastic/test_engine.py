@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import thinwire
+from tests import tiers
 from tests.conformance.elastic import replicated, train_elastic
 from tests.conformance.training import H, assert_same, backward, build, model_of
 from tests.tiers import first_quick
@@ -266,7 +267,7 @@ def test_slices_cover_all_of_the_state() -> None:
     tensors = [torch.arange(77.0).view(7, 11), torch.arange(3.0), torch.arange(200.0)]
     before = [slice_hash(tensors, n) for n in range(SLICES)]
     for t in tensors:
-        for i in range(t.numel()):
+        for i in range(0, t.numel(), 1 if tiers.full else 9):
             t.view(-1)[i] += 1
             changed = [n for n in range(SLICES) if slice_hash(tensors, n) != before[n]]
             t.view(-1)[i] -= 1

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.processes import Pool
-from tests.tiers import first_quick
 from thinwire import DCT, DecoupledDiLoCo, DeMo, Float, Identity, Int8, Link, Mean, Sign, TopK, TwoBit, World, kernels
 from thinwire.codecs import Chain, Messages
 from thinwire.codecs.indices import EliasFano
@@ -77,7 +76,8 @@ BUILDS = {
 }
 
 
-@pytest.mark.parametrize("name", first_quick(BUILDS))
+@pytest.mark.slow  # compiles anew
+@pytest.mark.parametrize("name", BUILDS)
 def test_every_width_of_vectors_and_plain_c_give_the_same_bits(name: str, on: Kernels, tmp_path: Path) -> None:
     compiler = build.find_compiler()
     assert compiler is not None

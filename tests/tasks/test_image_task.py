@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tiers import examples
+from tests.tiers import examples, first_quick
 
 from thinwire.errors import ConfigError
 from thinwire.tasks import make_task
@@ -127,7 +127,7 @@ def test_evaluation_of_a_blind_model():
     assert result["accuracy"] == (task.images.test_labels == 0).mean()  # equal scores: the first label wins
 
 
-@pytest.mark.parametrize(("name", "steps", "accuracy"), [("cnn-digits", 60, 0.7), ("resnet-digits", 40, 0.7)])
+@pytest.mark.parametrize(("name", "steps", "accuracy"), first_quick([("cnn-digits", 60, 0.7), ("resnet-digits", 40, 0.7)]))
 def test_a_few_steps_of_adamw_learn(name: str, steps: int, accuracy: float):
     task = image_task(name)
     model = task.model()

@@ -174,6 +174,7 @@ def test_evaluation_is_the_mean_over_the_validation_windows():
     assert task.evaluate(model)["loss"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow  # trains
 def test_a_few_steps_of_adamw_learn():
     task = text_task(batch=4)
     model = task.model()

@@ -229,6 +229,7 @@ def test_what_is_broken_is_exit_code_1(capsys: pytest.CaptureFixture[str], monke
     assert "broken: GLOO_SOCKET_IFNAME is 'no-such-wire', but the interfaces of" in capsys.readouterr().out
 
 
+@pytest.mark.slow  # starts a job; the measurement is below, in processes that are there
 def test_two_processes_are_started_and_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

@@ -174,6 +174,7 @@ def test_steps_that_are_no_multiple_of_H_are_refused_for_workers_of_different_sp
         _trained(SoloLink(), algorithm="decoupled-diloco", steps=20, settings={"H": 8, "pace": "speed"})
 
 
+@pytest.mark.slow  # trains; tests/test_agreement.py averages them, too
 def test_batchnorm_statistics_are_averaged_in_runs() -> None:
     def worker(link: Link) -> list:
         _, trainer = _trained(

@@ -325,6 +325,7 @@ def test_a_name_is_text_in_a_figure_whatever_it_is(tmp_path: Path) -> None:
         save_svg(figure, file, panel=0)
 
 
+@pytest.mark.slow  # draws many figures
 def test_a_run_that_diverged_or_sent_nothing_does_not_break_the_figures(tmp_path: Path) -> None:
     bad = made_record("bad", steps=40)
     bad = replace(
@@ -410,6 +411,7 @@ def test_no_html_writes_nothing(kept: Path, capsys: pytest.CaptureFixture[str]) 
     assert [p.name for p in kept.iterdir()] == ["records.jsonl"]
 
 
+@pytest.mark.slow  # draws many figures
 def test_several_jobs_are_several_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for record in (made_record("a"), made_record("b", steps=60)):
         append_record(tmp_path / "some.jsonl", record)
@@ -483,6 +485,7 @@ def test_an_interrupted_run_is_reported_as_far_as_it_went(tmp_path: Path, capsys
     assert 'http-equiv="refresh"' not in page
 
 
+@pytest.mark.slow  # draws many figures
 def test_a_report_is_refreshed_until_all_runs_have_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -612,6 +615,7 @@ def test_in_a_browser_the_page_opens_without_errors_and_asks_for_nothing_else(pa
         assert NASTY in names, "shown as text"
 
 
+@pytest.mark.slow  # a browser; the page opens and fits in quick ones
 @needs_chromium
 def test_in_a_browser_the_table_sorts_by_click_and_by_keyboard(page: Path) -> None:
     column = "(name => [...document.querySelectorAll('thead th')].findIndex(h => h.textContent === name))"
@@ -639,6 +643,7 @@ def test_in_a_browser_the_table_sorts_by_click_and_by_keyboard(page: Path) -> No
         assert browser.problems == []
 
 
+@pytest.mark.slow  # a browser; the page opens and fits in quick ones
 @needs_chromium
 def test_in_a_browser_an_arm_can_be_hidden_and_lit(page: Path) -> None:
     with Browser() as browser:

@@ -130,6 +130,7 @@ def _workers_once_training(job: subprocess.Popen, folder: Path) -> list[int]:
     return [_worker_process(job.pid, rank) for rank in range(2)]
 
 
+@pytest.mark.slow  # starts a job; what the command says is tested in tests/tools/test_cli.py
 def test_ctrl_c_ends_all_workers_and_says_so(tmp_path: Path) -> None:
     endless = ["--steps", str(ENDLESS), "--workers", "2", "--out", str(tmp_path / "run")]
     command = [sys.executable, "-m", "thinwire", "train", *endless]
@@ -280,6 +281,7 @@ def test_sim_is_the_same_bit_for_bit_from_run_to_run(tmp_path: Path) -> None:
     assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
 
 
+@pytest.mark.slow  # trains; shares of images are tested in tests/tasks
 def test_non_iid_images_on_the_cnn_learn(tmp_path: Path) -> None:
     flags = "--algorithm diloco --task cnn-digits --workers 3 --non-iid 0.5 --steps 120 --H 10 --eval-every 0 --step-time 1ms"
     with pytest.raises(SystemExit) as ended:

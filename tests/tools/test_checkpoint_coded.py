@@ -127,7 +127,7 @@ def test_unsharded_workers_may_be_sharded_later(tmp_path: Path, pool: Pool) -> N
         assert after["drift"] == 0.0
 
 
-@pytest.mark.parametrize("mesh", first_quick([(4, 1), (1, 4)]), ids=str)
+@pytest.mark.parametrize("mesh", [(4, 1), pytest.param((1, 4), marks=pytest.mark.slow)], ids=str)
 def test_another_number_of_workers_takes_over_what_is_shared(mesh: tuple[int, int], tmp_path: Path, pool: Pool) -> None:
     before = pool.run(_save, 4, tmp_path, (2, 2), {})
     for after in pool.run(_load, 4, tmp_path, mesh, {}):

@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick-tests test-full chaos lint types docs bench evidence evidence-all clean
+.PHONY: help demo test quick-tests test-full full-tests chaos lint types docs bench evidence evidence-all clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -24,7 +24,10 @@ test: $(VENV)/.dev ## Lint, types, docs and the quick tests (what CI runs; about
 quick-tests: $(VENV)/.dev
 	$(PYTEST)
 
-test-full: lint types docs $(VENV)/.frameworks $(VENV)/.servers ## The same with the slow tests, real servers and frameworks (about 35 minutes on 2 cores).
+test-full: $(VENV)/.dev $(VENV)/.frameworks $(VENV)/.servers ## The same with the slow tests, real servers and frameworks (about 30 minutes on 2 cores).
+	@$(MAKE) --no-print-directory --jobs=2 full-tests lint types docs
+
+full-tests: $(VENV)/.dev $(VENV)/.frameworks $(VENV)/.servers
 	$(PYTEST) -m ""
 	THINWIRE_KERNELS=auto $(PYTEST) tests/codecs tests/kernels tests/algorithms tests/conformance tests/elastic tests/test_golden.py tests/test_share.py
 

@@ -60,7 +60,7 @@ def run_trial(trial: Trial, folder: Path) -> dict[str, Any]:
     """Run it; returns what was committed, and how long after each kill."""
     context = multiprocessing.get_context("forkserver")
     # Importing takes longer than all that is measured. One server forks the workers of both engines.
-    context.set_forkserver_preload(["torch", "tyro", "thinwire.algorithms", "thinwire.links.join", "torchft.local_sgd"])
+    context.set_forkserver_preload(["torch", "torch._dynamo", "tyro", "thinwire.algorithms", "thinwire.links.join", "torchft.local_sgd"])
     port = context.Value("i", 0, lock=False)
     coordinator = context.Process(target=_coordinate, args=(trial, folder, port))
     coordinator.start()
@@ -215,12 +215,21 @@ def _train_torchft(trial: Trial, id: int, folder: Path, port: int, model: torch.
             before = manager.current_step()
 
 
-def main(kills: int = 15, seconds: float = 120.0, seed: int = 0, engines: tuple[str, ...] = ("thinwire", "torchft")) -> None:
+def main(
+    kills: int = 15,
+    seconds: float = 120.0,
+    workers: int = 3,
+    width: int = 512,
+    seed: int = 0,
+    engines: tuple[str, ...] = ("thinwire", "torchft"),
+) -> None:
     """Measure both, without and with kills.
 
     Args:
         kills: in this time.
         seconds: of each of the runs.
+        workers: real processes.
+        width: of the model, a square matrix; a message has 4 width^2 bytes.
         seed: of the schedule.
         engines: which.
     """
@@ -228,7 +237,7 @@ def main(kills: int = 15, seconds: float = 120.0, seed: int = 0, engines: tuple[
     for engine in engines:
         for count in (0, kills):
             with tempfile.TemporaryDirectory() as folder:
-                rows.append(run_trial(Trial(engine, count, seconds, seed=seed), Path(folder)))
+                rows.append(run_trial(Trial(engine, count, seconds, workers, width, seed), Path(folder)))
             print(json.dumps(rows[-1]), flush=True)
     for calm, disturbed in zip(rows[::2], rows[1::2], strict=True):
         steps, rounds = (disturbed[name] / calm[name] for name in ("worker_steps", "rounds"))

@@ -3,7 +3,7 @@
 The logic is that of `ElasticLink`. What differs is that objects can be lost with those who hold them:
 
     a message counts   once all who are there for the round hold it, so that any of them can apply the round
-    a dead worker      is noticed by its beats, and not waited for
+    a dead worker      is noticed by its closed connection, or by its beats, and not waited for
     a newcomer         asks for the state, and a member writes a checkpoint at the end of the next round
     nobody is left     who holds the state, or the host was started again: the run is founded again, see `Founding`
 """
@@ -63,7 +63,7 @@ class ClusterLink(ElasticLink):
     ):
         """Listen for others, and tell them where."""
         self.register, self.bodies = register, Bodies(register.own_address, room=room)
-        self.beats = Beats(register, id, range(workers), silence)
+        self.beats = Beats(register, id, range(workers), silence, address=self.bodies.address)
         store = ClusterStore(register, id, self.bodies)
         super().__init__(store, Unsigned(id), roster=range(workers), **{"poll": 0.01, **options})
         self.own_checkpoints = None if keep is None else _open_kept(FolderStore(keep), self.signer, run)

@@ -1,0 +1,101 @@
+"""Watch: a connection to each worker of a cluster, which the kernel closes at the moment its process ends."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+_REACH = 2.0  # seconds that a worker has to accept a connection
+_MOST_TRIES = 4  # connections to one process in a row: one that ends each of them at once is left to its beats
+_SHORT = 10.0  # seconds that a connection lasts at least which was not ended at once: idle ones are closed some time
+
+
+@dataclass(frozen=True)
+class _Process:
+    """One life of a worker, where it listens, how often it ended a connection at once, and when the last one began."""
+
+    id: int
+    life: str
+    address: str
+    tries: int = 0
+    since: float = 0.0
+
+
+class Watch:
+    """Tells at once which processes are there and which have ended, where a connection can tell it.
+
+    A process that is frozen, or whose machine has lost its power, keeps its connection: beats tell of those.
+
+    Args:
+        reached: called with id and life of a process that has accepted a connection.
+        ended: called with id and life of one whose connection was closed, and that does not listen any more.
+    """
+
+    def __init__(self, reached: Callable[[int, str], None], ended: Callable[[int, str], None]):
+        """Nothing is watched yet."""
+        self._reached, self._ended = reached, ended
+        self._new: queue.SimpleQueue[_Process] = queue.SimpleQueue()
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        self._woken.setblocking(False)
+        self._open, self._thread = True, None
+
+    def follow(self, id: int, life: str, address: str) -> None:
+        """Watch a process from now on; returns at once."""
+        self._new.put(_Process(id, life, address))
+        if self._thread is None and self._open:
+            self._thread = threading.Thread(target=self._run, name="thinwire watch", daemon=True)
+            self._thread.start()
+        self._rouse()
+
+    def close(self) -> None:
+        """End all connections."""
+        self._open = False
+        self._rouse()
+        if self._thread is None:
+            self._woken.close()
+        else:
+            self._thread.join(2 * _REACH)
+        self._wake.close()
+
+    def _rouse(self) -> None:
+        with contextlib.suppress(OSError):  # it has been roused already, or has ended
+            self._wake.send(b"\x00")
+
+    def _run(self) -> None:
+        with self._woken, selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ)
+            while self._open:
+                for key, _ in selector.select():
+                    if key.data is None:
+                        self._woken.recv(1 << 12)
+                    else:
+                        selector.unregister(key.fileobj)
+                        key.fileobj.close()  # pyright: ignore[reportAttributeAccessIssue]
+                        short = time.monotonic() - key.data.since < _SHORT
+                        self._new.put(replace(key.data, tries=key.data.tries + 1 if short else 0))
+                while self._open and not self._new.empty():
+                    self._connect(selector, self._new.get())
+            for key in list(selector.get_map().values()):
+                if key.data is not None:
+                    key.fileobj.close()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _connect(self, selector: selectors.BaseSelector, process: _Process) -> None:
+        if process.tries == _MOST_TRIES:
+            return
+        host, _, port = process.address.rpartition("|")
+        try:
+            connection = socket.create_connection((host, int(port)), timeout=_REACH)
+        except ConnectionRefusedError:
+            self._ended(process.id, process.life)
+        except (OSError, ValueError):
+            return  # it cannot be told from here
+        else:
+            selector.register(connection, selectors.EVENT_READ, replace(process, since=time.monotonic()))
+            self._reached(process.id, process.life)

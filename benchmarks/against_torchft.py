@@ -60,7 +60,9 @@ def run_trial(trial: Trial, folder: Path) -> dict[str, Any]:
     """Run it; returns what was committed, and how long after each kill."""
     context = multiprocessing.get_context("forkserver")
     # Importing takes longer than all that is measured. One server forks the workers of both engines.
-    context.set_forkserver_preload(["torch", "torch._dynamo", "tyro", "thinwire.algorithms", "thinwire.links.join", "torchft.local_sgd"])
+    context.set_forkserver_preload(
+        ["torch", "torch._dynamo", "tyro", "thinwire.algorithms", "thinwire.links.join", "torchft.local_sgd"]
+    )
     port = context.Value("i", 0, lock=False)
     coordinator = context.Process(target=_coordinate, args=(trial, folder, port))
     coordinator.start()

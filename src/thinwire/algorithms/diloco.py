@@ -125,6 +125,6 @@ class DiLoCo(Wrapper):
         if self.feedback and arrived.included:  # one whose message was not counted keeps its steps in its parameters
             rest = torch._foreach_sub(arrived.outgoing.tensors, arrived.sent)
             torch._foreach_copy_(self.part("residual", which), rest)  # r_i <- f r_i + D_i - what was read
-        D = self.merge.merged(arrived.mean, self.shards)  # D <- mean_i D_i
+        D = self.share_of(self.merge.merged(arrived.mean, self.shards), arrived)  # D <- mean_i D_i
         self.outer.step(self.part("anchor", which), D, self.part("momentum", which))  # m <- mu m + D;  a <- a - eta (D + mu m)
         self.move_to_anchor(arrived, before=before)

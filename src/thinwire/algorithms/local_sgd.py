@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Unpack
 
+import torch
 from torch.optim import Optimizer
 
 from thinwire.codecs import Codec
@@ -76,6 +77,8 @@ class LocalSGD(Wrapper):
 
     def apply(self, arrived: Arrived) -> None:
         """Everyone takes the mean."""
-        before = self.anchor_before(arrived)
-        overwrite(self.slot("anchor"), arrived.mean)  # x <- mean_i x_i
+        before, mean = self.anchor_before(arrived), arrived.mean
+        if arrived.share < 1:
+            mean = list(torch._foreach_lerp(self.slot("anchor"), mean, arrived.share))  # as far as those who were counted
+        overwrite(self.slot("anchor"), mean)  # x <- mean_i x_i
         self.move_to_anchor(arrived, before=before)

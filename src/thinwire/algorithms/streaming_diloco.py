@@ -108,7 +108,7 @@ class StreamingDiLoCo(Fragments, Wrapper):
         """The outer step of the fragments that have arrived."""
         before = self.anchor_before(arrived)
         x, a, m = (self.part(name, arrived.which) for name in ("param", "anchor", "momentum"))
-        D = self.merge.merged(arrived.mean, self.shards)
+        D = self.share_of(self.merge.merged(arrived.mean, self.shards), arrived)
         self.outer.step(a, D, m)  # m <- mu m + D;  a <- a - eta (D + mu m)
         alpha = 0.0 if arrived.last or not arrived.included else self.alpha
         if alpha:

@@ -303,7 +303,7 @@ class ElasticEngine(RoundEngine):
         self._invalid_in_row = self._invalid_in_row if sick else 0
         included = verdict.arrived.included and decided.mine
         with self.rates.of_round(decided.manifest.terms.lr, keep=self.history.replaying):
-            self.apply(flight, replace(verdict.arrived, included=included))
+            self.apply(flight, replace(verdict.arrived, included=included, share=_share(decided, verdict)))
         if verdict.buffers:
             opt.buffer_average.agree_on(verdict.buffers)
         if opt.whole_round():
@@ -367,6 +367,14 @@ class ElasticEngine(RoundEngine):
         if self._reloads > _MOST_RELOADS:
             raise Diverged(f"worker {self.link.rank} took a checkpoint {_MOST_RELOADS} times, and again: {why}")
         self.history.take_checkpoint(why, older=older)
+
+
+def _share(decided: Decided, verdict: Verdict) -> float:
+    """The part of a round's work that is in its mean: who is missing sends the rest later; who leaves or is sick, never."""
+    assert verdict.arrived is not None
+    there = set(verdict.arrived.ids)
+    missing = set(decided.expected) - there - verdict.invalid - set(decided.manifest.bye)
+    return len(there) / (len(there) + len(missing))
 
 
 def _check_supported(opt: Algorithm, tau: int) -> None:

@@ -104,6 +104,8 @@ class Arrived:
         sent: what the others read in this worker's message, where that was asked for; empty where `each_sent` decodes it.
         which: numbers of the parameters that the round is about; all of them unless it is a fragment's.
         last: whether this is the round of `finish()`, after which all workers are equal.
+        share: the part of the work of this round that is in the mean; where it is below 1, other workers carry the rest, and
+            send it in a later round.
     """
 
     ids: tuple[int, ...]
@@ -112,6 +114,7 @@ class Arrived:
     sent: list[Tensor] = field(default_factory=list)
     which: tuple[int, ...] = ()
     last: bool = False
+    share: float = 1.0
     _mean: list[Tensor] | None = None
     _each: list[list[Tensor]] = field(default_factory=list)
     _received: Received | None = None

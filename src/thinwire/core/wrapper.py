@@ -188,6 +188,11 @@ class Wrapper(Algorithm):
         for x_, a_, b in zip(x, a, before, strict=True):
             x_.copy_(a_ + (x_ - b))
 
+    @staticmethod
+    def share_of(D: list[Tensor], arrived: Arrived) -> list[Tensor]:
+        """A mean of differences, without the part of those who carry theirs, which would count again when it comes."""
+        return D if arrived.share == 1 else list(torch._foreach_mul(D, arrived.share))
+
     def anchor_before(self, arrived: Arrived) -> list[Tensor]:
         """What `move_to_anchor` needs of the anchor, taken before it changes."""
         return [] if arrived.included else [a.clone() for a in self.part("anchor", arrived.which)]

@@ -39,6 +39,7 @@ class Decided:
         messages: that it counts and that are what they should be, in the order of their senders' ids.
         blocks: how many of its blocks each of them says that its sender has worked on.
         mine: whether this worker's own is among them; not where it was a former life's.
+        expected: ids that the round waited for.
         step_seconds: that the senders of those messages take for a local step; 0 where they do not say.
     """
 
@@ -46,6 +47,7 @@ class Decided:
     messages: tuple[Payload, ...]
     blocks: Mapping[int, int]
     mine: bool
+    expected: tuple[int, ...] = ()
     step_seconds: tuple[float, ...] = ()
 
 

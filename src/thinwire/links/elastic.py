@@ -300,7 +300,8 @@ class ElasticLink(LosesObjects):
         sound = [m for m in messages if m is not None and (m.step, m.last) == (terms.step, terms.last)]
         payloads = tuple(as_payload(m, like) for m in sound)
         mine = posted and self._view.digests.get(self.rank) == manifest.counted.get(self.rank, "")
-        decided = Decided(manifest, payloads, {m.sender: m.blocks for m in sound}, mine, tuple(m.step_seconds for m in sound))
+        blocks, seconds = {m.sender: m.blocks for m in sound}, tuple(m.step_seconds for m in sound)
+        decided = Decided(manifest, payloads, blocks, mine, self.place.expected, seconds)
         left = set(self.place.expected) - set(manifest.counted) - set(manifest.bye)
         self._left_out = tuple(sorted(left))
         self.waits.took([manifest.seconds] if manifest.counted else [])

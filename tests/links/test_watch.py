@@ -6,11 +6,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from queue import SimpleQueue
 
 import pytest
 
 from tests.processes import LIMIT
+from thinwire.links.beats import Beats
 from thinwire.links.watch import _MOST_TRIES, Watch
 
 LISTEN = """
@@ -44,7 +46,9 @@ def test_a_process_that_is_killed_is_noticed_and_the_others_are_still_watched() 
             assert seen.next() == ("reached", id, f"life {id}")
         for id in (1, 0):
             jobs[id].kill()
-            assert seen.next() == ("ended", id, f"life {id}")
+            while (told := seen.next())[0] == "reached":  # its port may be open for a moment longer than its connection
+                assert told[1] == id
+            assert told == ("ended", id, f"life {id}")
     finally:
         for job in jobs:
             job.kill()
@@ -79,3 +83,57 @@ def test_an_address_that_is_none_tells_nothing_and_harms_nobody(address: str) ->
         assert seen.next() == ("reached", 1, "sound")
         seen.watch.close()
     assert seen.told.empty()
+
+
+def test_a_worker_has_one_connection_whatever_is_said_of_it() -> None:
+    seen = Seen()
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1|{listening.getsockname()[1]}"
+        for _ in range(3):
+            seen.watch.follow(0, "life", address)  # as after a restart of the host
+        assert seen.next() == ("reached", 0, "life")
+        seen.watch.follow(0, "next life", f"127.0.0.1|{other.getsockname()[1]}")
+        assert seen.next() == ("reached", 0, "next life")
+        with listening.accept()[0] as connection:
+            assert connection.recv(1) == b"", "the connection of the former life is closed"
+        listening.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listening.accept()  # there was one only
+        seen.watch.close()
+
+
+def _beats() -> Beats:
+    beats = Beats(None, 0, range(3), address="127.0.0.1|0")  # type: ignore[arg-type]
+    beats._note({1: "1|a 1 holds-0", 2: "2|b 1 holds-0"}, time.monotonic())
+    beats._note({1: "1|a 2 holds-0", 2: "2|b 2 holds-0"}, time.monotonic())
+    return beats
+
+
+def test_one_that_refuses_a_connection_is_gone_and_one_that_beats_on_is_not() -> None:
+    beats = _beats()
+    beats.silence = LIMIT  # however slow this machine is
+    assert (beats.silent(), set(beats.alive())) == (set(), {1, 2})
+    beats._ended(1, "a former life")
+    assert beats.silent() == set()
+    beats._ended(1, "1|a")
+    assert (beats.silent(), set(beats.alive())) == ({1}, {2})
+    beats._note({1: "1|a 3 holds-0"}, time.monotonic())
+    assert beats.silent() == {1}, "that beat may have been under way when it ended"
+    beats._note({1: "1|a 4 holds-0"}, time.monotonic())
+    assert (beats.silent(), set(beats.alive())) == (set(), {1, 2}), "only its connection is refused"
+    beats._ended(1, "1|a")
+    beats._note({1: "3|c 1 waits"}, time.monotonic())
+    assert beats.silent() == set(), "another process of this worker"
+    beats.close()
+
+
+def test_nobody_is_silent_where_this_worker_could_not_listen() -> None:
+    beats = _beats()
+    beats.silence = LIMIT
+    beats._looked -= 0.6 * beats.silence
+    for heard in beats._heard.values():
+        heard.at -= 1.1 * beats.silence
+    assert beats.silent() == set()
+    beats._note({}, time.monotonic())
+    assert beats.silent() == set(), "they have another half of that time"
+    beats.close()

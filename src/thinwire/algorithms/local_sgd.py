@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Unpack
 
-import torch
 from torch.optim import Optimizer
 
 from thinwire.codecs import Codec
@@ -79,6 +78,6 @@ class LocalSGD(Wrapper):
         """Everyone takes the mean."""
         before, mean = self.anchor_before(arrived), arrived.mean
         if arrived.share < 1:
-            mean = list(torch._foreach_lerp(self.slot("anchor"), mean, arrived.share))  # as far as those who were counted
+            mean = [a.lerp(m.to(a.dtype), arrived.share) for a, m in zip(self.slot("anchor"), mean, strict=True)]
         overwrite(self.slot("anchor"), mean)  # x <- mean_i x_i
         self.move_to_anchor(arrived, before=before)

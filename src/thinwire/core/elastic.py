@@ -370,10 +370,15 @@ class ElasticEngine(RoundEngine):
 
 
 def _share(decided: Decided, verdict: Verdict) -> float:
-    """The part of a round's work that is in its mean: who is missing sends the rest later; who leaves or is sick, never."""
+    """The part of a round's work that is in its mean; 1 where nobody who is missing can send the rest later.
+
+    One that has died, or drops its work since its state is not that of the others, cannot either, and is not known yet.
+    """
     assert verdict.arrived is not None
-    there = set(verdict.arrived.ids)
-    missing = set(decided.expected) - there - verdict.invalid - set(decided.manifest.bye)
+    there, manifest = set(verdict.arrived.ids), decided.manifest
+    if manifest.terms.last:
+        return 1.0
+    missing = {*decided.expected, *manifest.here} - there - verdict.invalid - {*manifest.bye, *manifest.hello}
     return len(there) / (len(there) + len(missing))
 
 

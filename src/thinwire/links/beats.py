@@ -23,13 +23,15 @@ class _Heard:
 
     Attributes:
         there: whether the process is known to live, and not only to have left a beat behind.
-        ended: whether it is known to have ended.
+        ended: whether it refused a connection.
+        since: beats since then; the first one may have been under way.
     """
 
     text: str
     at: float
     there: bool = False
     ended: bool = False
+    since: int = 0
 
     @property
     def life(self) -> str:
@@ -81,7 +83,7 @@ class Beats:
         """
         now = time.monotonic()
         with self._lock:
-            listening = now - self._looked < self.silence
+            listening = now - self._looked < self.silence / 2  # else others may have been kept from beating, too
             late = now - times * self.silence
             return {id for id, heard in self._heard.items() if heard.ended or (listening and heard.at < late)}
 
@@ -131,6 +133,8 @@ class Beats:
             self._watch.follow(id, heard.life, heard.life.rpartition("|")[0])
         elif before.text != text:
             before.text, before.at, before.there = text, now, True
+            before.since += before.ended
+            before.ended = before.ended and before.since < 2  # it beats on: only the connection is refused
 
     def _reached(self, id: int, life: str) -> None:
         with self._lock:
@@ -140,7 +144,7 @@ class Beats:
     def _ended(self, id: int, life: str) -> None:
         with self._lock:
             if (heard := self._heard.get(id)) is not None and heard.life == life:
-                heard.ended = True
+                heard.ended, heard.since = True, 0
 
 
 def _key(id: int) -> str:

@@ -239,6 +239,7 @@ class ElasticLink(LosesObjects):
             terms=terms,
             seconds=max(0.0, self._work_done),
             roster=roster,
+            here=tuple(sorted(view.marks["here"] - view.left - set(counted))),
         )
         at = next(k for k in range(len(names) + 1) if f"manifest-{k}" not in names)  # those before are unsound
         raw = seal_text(self.signer, "manifest", place.chain, manifest.to_bytes())
@@ -283,7 +284,8 @@ class ElasticLink(LosesObjects):
             raise WireError(f"of round {told.number} or of another history", rank=told.by)
         if told.roster < place.roster:
             raise WireError("an older roster than before", rank=told.by)
-        if odd := (set(told.counted) - members) | ({told.by, *told.expected, *told.hello, *told.bye} - members - coming):
+        named = {told.by, *told.expected, *told.hello, *told.bye, *told.here}
+        if odd := (set(told.counted) - members) | (named - members - coming):
             raise WireError(f"it names {sorted(odd)[:8]}, which are not in the roster", rank=told.by)
         if self.keeper is not None and told.by != self.keeper:
             raise WireError(f"only worker {self.keeper} keeps the manifests of this run", rank=told.by)

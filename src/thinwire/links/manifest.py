@@ -221,6 +221,7 @@ class Manifest:
         expected: ids that the next round waits for: those counted, and those who said hello.
         hello: ids that came, without anything from before.
         bye: ids that left.
+        here: ids that said, before this round, that they carry what the round before left out, and that are left out again.
         terms: see `Terms`.
         seconds: from the manifest before until most messages were there, on the clock of the proposer; 0 where it cannot say.
         roster: token of the revision in force from the next round on.
@@ -236,6 +237,7 @@ class Manifest:
     terms: Terms
     seconds: float
     roster: str
+    here: tuple[int, ...] = ()
 
     def to_bytes(self) -> bytes:
         """As JSON, the same bytes for the same contents."""
@@ -258,6 +260,7 @@ class Manifest:
                 terms=Terms(_count(told["terms"]["step"]), bool(told["terms"]["last"]), _rates(told["terms"]["lr"])),
                 seconds=_number(told["seconds"]),
                 roster=_text(told["roster"]),
+                here=_ids(told["here"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as cause:
             raise WireError(f"not a manifest: {type(cause).__name__} {str(cause)[:80]}") from None

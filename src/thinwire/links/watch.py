@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 _REACH = 2.0  # seconds that a worker has to accept a connection
+_LATER = 5.0  # seconds after which one that could not be reached is tried again
 _MOST_TRIES = 4  # connections to one process in a row: one that ends each of them at once is left to its beats
 _SHORT = 10.0  # seconds that a connection lasts at least which was not ended at once: idle ones are closed some time
 
@@ -44,10 +45,14 @@ class Watch:
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._woken.setblocking(False)
+        self._newest: dict[int, str] = {}  # the life of each worker that is watched
+        self._kept: dict[int, tuple[str, socket.socket]] = {}  # its connection
+        self._later: list[tuple[float, _Process]] = []
         self._open, self._thread = True, None
 
     def follow(self, id: int, life: str, address: str) -> None:
-        """Watch a process from now on; returns at once."""
+        """Watch a process from now on, and no other of this worker any more; returns at once."""
+        self._newest[id] = life
         self._new.put(_Process(id, life, address))
         if self._thread is None and self._open:
             self._thread = threading.Thread(target=self._run, name="thinwire watch", daemon=True)
@@ -72,30 +77,47 @@ class Watch:
         with self._woken, selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
             while self._open:
-                for key, _ in selector.select():
+                for key, _ in selector.select(_LATER if self._later else None):
                     if key.data is None:
                         self._woken.recv(1 << 12)
                     else:
-                        selector.unregister(key.fileobj)
-                        key.fileobj.close()  # pyright: ignore[reportAttributeAccessIssue]
+                        self._drop(selector, key.data.id)
                         short = time.monotonic() - key.data.since < _SHORT
                         self._new.put(replace(key.data, tries=key.data.tries + 1 if short else 0))
-                while self._open and not self._new.empty():
-                    self._connect(selector, self._new.get())
-            for key in list(selector.get_map().values()):
-                if key.data is not None:
-                    key.fileobj.close()  # pyright: ignore[reportAttributeAccessIssue]
+                while self._open and (process := self._next()) is not None:
+                    self._connect(selector, process)
+            for id in list(self._kept):
+                self._drop(selector, id)
+
+    def _next(self) -> _Process | None:
+        """A process to connect to; None where there is none now."""
+        if not self._new.empty():
+            return self._new.get()
+        if self._later and self._later[0][0] <= time.monotonic():
+            return self._later.pop(0)[1]
+        return None
+
+    def _drop(self, selector: selectors.BaseSelector, id: int) -> None:
+        _, connection = self._kept.pop(id)
+        selector.unregister(connection)
+        connection.close()
 
     def _connect(self, selector: selectors.BaseSelector, process: _Process) -> None:
-        if process.tries == _MOST_TRIES:
+        known = self._kept.get(process.id)
+        if process.tries == _MOST_TRIES or self._newest[process.id] != process.life or (known and known[0] == process.life):
             return
+        if known:
+            self._drop(selector, process.id)  # of a life before
         host, _, port = process.address.rpartition("|")
         try:
             connection = socket.create_connection((host, int(port)), timeout=_REACH)
         except ConnectionRefusedError:
             self._ended(process.id, process.life)
-        except (OSError, ValueError):
-            return  # it cannot be told from here
+        except ValueError:
+            return
+        except OSError:  # nothing can be told now
+            self._later.append((time.monotonic() + _LATER, process))
         else:
+            self._kept[process.id] = process.life, connection
             selector.register(connection, selectors.EVENT_READ, replace(process, since=time.monotonic()))
             self._reached(process.id, process.life)

@@ -42,20 +42,19 @@ class Watch:
         """Nothing is watched yet."""
         self._reached, self._ended = reached, ended
         self._new: queue.SimpleQueue[_Process] = queue.SimpleQueue()
-        self._wake, self._woken = socket.socketpair()
-        self._wake.setblocking(False)
-        self._woken.setblocking(False)
         self._newest: dict[int, str] = {}  # the life of each worker that is watched
         self._kept: dict[int, tuple[str, socket.socket]] = {}  # its connection
         self._later: list[tuple[float, _Process]] = []
-        self._open, self._thread = True, None
+        self._open, self._thread, self._wake = True, None, None
 
     def follow(self, id: int, life: str, address: str) -> None:
         """Watch a process from now on, and no other of this worker any more; returns at once."""
         self._newest[id] = life
         self._new.put(_Process(id, life, address))
         if self._thread is None and self._open:
-            self._thread = threading.Thread(target=self._run, name="thinwire watch", daemon=True)
+            self._wake, woken = socket.socketpair()
+            self._wake.setblocking(False)
+            self._thread = threading.Thread(target=self._run, args=(self._wake, woken), name="thinwire watch", daemon=True)
             self._thread.start()
         self._rouse()
 
@@ -63,23 +62,21 @@ class Watch:
         """End all connections."""
         self._open = False
         self._rouse()
-        if self._thread is None:
-            self._woken.close()
-        else:
+        if self._thread is not None:
             self._thread.join(2 * _REACH)
-        self._wake.close()
 
     def _rouse(self) -> None:
-        with contextlib.suppress(OSError):  # it has been roused already, or has ended
-            self._wake.send(b"\x00")
+        if self._wake is not None:
+            with contextlib.suppress(OSError):  # it has been roused already, or has ended
+                self._wake.send(b"\x00")
 
-    def _run(self) -> None:
-        with self._woken, selectors.DefaultSelector() as selector:
-            selector.register(self._woken, selectors.EVENT_READ)
+    def _run(self, wake: socket.socket, woken: socket.socket) -> None:
+        with wake, woken, selectors.DefaultSelector() as selector:
+            selector.register(woken, selectors.EVENT_READ)
             while self._open:
                 for key, _ in selector.select(_LATER if self._later else None):
                     if key.data is None:
-                        self._woken.recv(1 << 12)
+                        woken.recv(1 << 12)
                     else:
                         self._drop(selector, key.data.id)
                         short = time.monotonic() - key.data.since < _SHORT

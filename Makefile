@@ -24,12 +24,12 @@ test: $(VENV)/.dev ## Lint, types, docs and the quick tests (what CI runs; about
 quick-tests: $(VENV)/.dev
 	$(PYTEST)
 
-test-full: $(VENV)/.dev $(VENV)/.frameworks $(VENV)/.servers ## The same with the slow tests, real servers and frameworks (about 30 minutes on 2 cores).
+test-full: $(VENV)/.dev $(VENV)/.frameworks $(VENV)/.servers ## The same with the slow tests, real servers and frameworks (about 35 minutes on 2 cores).
 	@$(MAKE) --no-print-directory --jobs=2 full-tests lint types docs
 
 full-tests: $(VENV)/.dev $(VENV)/.frameworks $(VENV)/.servers
 	$(PYTEST) -m ""
-	THINWIRE_KERNELS=auto $(PYTEST) tests/codecs tests/kernels tests/algorithms tests/conformance tests/elastic tests/test_golden.py tests/test_share.py
+	THINWIRE_KERNELS=auto $(PYTEST) tests/codecs tests/kernels tests/conformance tests/test_golden.py tests/test_share.py
 
 chaos: $(VENV)/.servers ## Kill workers of 5 methods again and again; each run must end as if nothing had happened.
 	$(BIN)/python -m benchmarks.chaos

@@ -56,7 +56,8 @@ def test_a_process_that_is_killed_is_noticed_and_the_others_are_still_watched() 
         seen.watch.close()
 
 
-def test_a_process_that_ends_every_connection_is_left_to_its_beats() -> None:
+def test_a_process_that_ends_every_connection_is_left_to_its_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thinwire.links.watch._SHORT", LIMIT)  # however slow this machine is
     seen = Seen()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         closed = threading.Event()

@@ -72,7 +72,7 @@ class Payload:
     @staticmethod
     def of_bytes(raw: bytes, *, purpose: str = "round", fixed: bool = False, limit: int | None = None) -> Payload:
         """A payload of plain bytes on the CPU."""
-        data = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8, device="cpu")
         return Payload(data, purpose=purpose, fixed=fixed, limit=limit)
 
     def to_bytes(self) -> bytes:
@@ -93,12 +93,27 @@ LARGEST = 1e18
 
 def all_finite(tensors: Iterable[Tensor], largest: float = math.inf) -> bool:
     """Whether every element of every tensor is finite, and not larger than `largest`; one pass, one look at the result."""
-    # NaN passes through aminmax. Ten times faster than isfinite().all() on a CPU, six times faster than the max norm.
-    ends = [torch.stack(torch.aminmax(t)).double() for t in tensors if t.numel()]
-    if not ends:
-        return True
-    size = torch.stack(ends).abs()
-    return bool((size < math.inf).all() if largest == math.inf else (size <= largest).all())
+    found = finite_flag(tensors, largest)
+    return found is None or bool(found)
+
+
+def finite_flag(tensors: Iterable[Tensor], largest: float = math.inf) -> Tensor | None:
+    """`all_finite` as a 0-d tensor on the device of the tensors, which nobody has looked at; None where they have no element."""
+    ends, others = [], []
+    for t in tensors:  # which may be made one by one
+        if t.numel() and t.device.type == "cpu":
+            # NaN passes through aminmax. Ten times faster than isfinite().all() on a CPU, six times faster than the max norm.
+            ends.append(torch.stack(torch.aminmax(t)).double())
+        elif t.numel():
+            others.append(t)
+    if others:  # few launches, whatever the number of tensors; NaN passes through this norm too
+        size = torch.stack(torch._foreach_norm(others, math.inf))
+        size = size.to(torch.promote_types(size.dtype, torch.float32))
+    elif ends:
+        size = torch.stack(ends).abs()
+    else:
+        return None
+    return (size < math.inf).all() if largest == math.inf else (size <= largest).all()
 
 
 def zero_invalid_(tensors: Iterable[Tensor], largest: float = LARGEST**2) -> None:

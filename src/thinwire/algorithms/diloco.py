@@ -104,6 +104,10 @@ class DiLoCo(Wrapper):
         """A residual is kept only with feedback."""
         return slot != "residual" or self.feedback > 0
 
+    def inner_in_rounds(self) -> list[Mapping[Tensor, dict[str, Any]]]:
+        """None: rounds do not change it."""
+        return []
+
     def send(self) -> Outgoing:
         """How far this worker went."""
         return self._outgoing(self.differences(self.which(self.due)))  # D_i <- a - x_i

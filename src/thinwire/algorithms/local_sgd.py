@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Unpack
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.codecs import Codec
@@ -69,6 +70,10 @@ class LocalSGD(Wrapper):
                     f"LocalSGD sends parameters themselves, so {self.codecs!r} would round {p.dtype} weights at every round: "
                     "use a dense codec at least as wide, or DiLoCo(outer_lr=1, outer_momentum=0), which sends differences"
                 )
+
+    def inner_in_rounds(self) -> list[Mapping[Tensor, dict[str, Any]]]:
+        """None: rounds do not change it."""
+        return []
 
     def send(self) -> Outgoing:
         """The parameters."""

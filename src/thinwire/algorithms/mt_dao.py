@@ -136,7 +136,8 @@ class MTDAO(StateAveraging, Wrapper):
     def prepare_gradients(self) -> None:
         """Clip."""
         grads = [local(p.grad) for p in self._active if p.grad is not None]
-        if self.clip_norm and (factor := self.clip_factor(self.clip_norm)) < 1:
+        factor = self.clip_factor(self.clip_norm)
+        if isinstance(factor, Tensor) or factor < 1:
             torch._foreach_mul_(grads, factor)
         if self.clip_value and grads:
             torch._foreach_clamp_min_(grads, -self.clip_value)

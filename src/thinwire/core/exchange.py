@@ -199,18 +199,27 @@ class Exchange(ABC):
             return result[0]
         if self.any_shard(error is not None):
             raise error or WireError("another shard of this worker could not read its messages")
-        raise self._refusal(culprits)
-
-    def _refusal(self, culprits: list[int]) -> NonFiniteRound:
-        named, pair = [r for r in culprits if r >= 0], self.outgoing.pair
-        reason = "the sum of all contributions overflowed" if culprits else "another shard of this worker refused it"
-        if named:
-            reason = f"NaN or Inf in the contribution of {', '.join(f'rank {r}' for r in named)}"
-        together = f"on all {self.peers.size} workers" if pair is None else f"by rank {' and rank '.join(map(str, pair))}"
-        return NonFiniteRound(f"round {self.round} refused {together}: {reason}", culprits=named)
+        raise refusal(self.round, self.peers, culprits, self.outgoing.pair)
 
     def _arrived(self, ids: tuple[int, ...], **result: Any) -> Arrived:
         return Arrived(ids, self.peers.id in ids, self.outgoing, self.sent, _encoded=self.encoded, **result)
+
+
+def refusal(round: int, peers: Peers, culprits: list[int], pair: tuple[int, ...] | None = None) -> NonFiniteRound:
+    """The refusal of a round for NaN or Inf.
+
+    Args:
+        round: its number.
+        peers: who takes part.
+        culprits: ids of those whose contribution is invalid; [-1] for nobody but the sum, none for another shard of this worker.
+        pair: the ranks of a pair that refuses it; None for all workers.
+    """
+    named = [r for r in culprits if r >= 0]
+    reason = "the sum of all contributions overflowed" if culprits else "another shard of this worker refused it"
+    if named:
+        reason = f"NaN or Inf in the contribution of {', '.join(f'rank {r}' for r in named)}"
+    together = f"on all {peers.size} workers" if pair is None else f"by rank {' and rank '.join(map(str, pair))}"
+    return NonFiniteRound(f"round {round} refused {together}: {reason}", culprits=named)
 
 
 class Reduced(Exchange):

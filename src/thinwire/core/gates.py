@@ -234,7 +234,7 @@ def read_number(message: Payload, rank: int) -> float:
 
 def say_number(number: float, purpose: str) -> Payload:
     """The message that `read_number` reads."""
-    return Payload(torch.tensor([number], dtype=torch.float64).view(torch.uint8), purpose=purpose)
+    return Payload(torch.tensor([number], dtype=torch.float64, device="cpu").view(torch.uint8), purpose=purpose)
 
 
 def tell_all(link: Link, said: dict[str, V], kind: type[V]) -> dict[str, V]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,15 +17,27 @@ def hash_tensors(tensors: Sequence[Tensor]) -> int:
     A sum of words times odd weights that are mixed from the place, modulo 2**64: integer addition has no order, and weights
     that were linear in the place would let balanced changes cancel.
     """
-    total, place = 0, 0
+    return hash_each({"": tensors})[""]
+
+
+def hash_each(named: Mapping[str, Sequence[Tensor]]) -> dict[str, int]:
+    """`hash_tensors` of each of several lists: summed where the tensors are, and looked at once for all of them."""
+    sums = [_sum(tensors) for tensors in named.values()]
+    device = next((s.device for s in sums if s.device.type != "cpu"), torch.device("cpu"))
+    return dict(zip(named, torch.stack([s.to(device) for s in sums]).tolist(), strict=True)) if sums else {}
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    total, place = torch.zeros((), dtype=torch.int64, device=tensors[0].device if tensors else "cpu"), 0
     for t in tensors:
         raw = t.detach().contiguous().flatten().view(torch.uint8)
-        words = torch.nn.functional.pad(raw, (0, -raw.numel() % 4)).view(torch.int32)
-        for chunk in words.split(1 << 20):  # bounded workspace
-            total += int(chunk.to(torch.int64).mul_(numbers_on(chunk.device, place, chunk.numel()) | 1).sum())
+        padded = torch.nn.functional.pad(raw, (0, -raw.numel() % 4)).view(torch.int32)
+        for chunk in padded.split(1 << 20):  # bounded workspace
+            words = chunk.to(torch.int64).mul_(numbers_on(chunk.device, place, chunk.numel()) | 1)
+            total += words.sum().to(total.device)
             place += chunk.numel()
         place += 1
-    return (total + 2**63) % 2**64 - 2**63
+    return total
 
 
 def show_hash(tensors: Sequence[Tensor]) -> str:

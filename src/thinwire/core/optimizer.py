@@ -143,6 +143,10 @@ class Algorithm(JoiningOptimizer, Reporting):
             if name not in self.replicated:
                 zero_invalid_(self.slot(name))
 
+    def inner_in_rounds(self) -> list[Mapping[Tensor, dict[str, Any]]]:
+        """State of an inner optimizer that `apply` may change, by parameter; there is none without one."""
+        return []
+
     def committed(self) -> None:
         """Told when all workers are about to apply a round."""
 
@@ -158,6 +162,8 @@ class Algorithm(JoiningOptimizer, Reporting):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
+            if self.engine.deferred is not None:
+                self.engine.deferred.settle()
             gates.handshake_once(self)
             gates.check_param_groups(self)
             gates.check_settings(self)
@@ -167,6 +173,8 @@ class Algorithm(JoiningOptimizer, Reporting):
             with self.engine.overflow_named():
                 self.local_step()
             self.engine.advance()
+            if self.engine.deferred is not None:
+                self.engine.deferred.hand_over()
         return loss
 
     def finish(self) -> None:
@@ -281,6 +289,8 @@ class Algorithm(JoiningOptimizer, Reporting):
     def state_dict(self) -> dict[str, Any]:
         """The state as any torch optimizer gives it; its parameter groups say which worker's it is, and of how many."""
         self._set_whose()
+        if self.engine.deferred is not None:
+            self.engine.deferred.settle_alone()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -292,6 +302,8 @@ class Algorithm(JoiningOptimizer, Reporting):
         self._set_whose()
         gates.warn_of_another_worker(self, state_dict["param_groups"][0])
         self.engine.reload()
+        if self.engine.deferred is not None:
+            self.engine.deferred.forget()
 
     def _set_whose(self) -> None:
         peers = self.link.peers()

@@ -106,6 +106,7 @@ class Arrived:
         last: whether this is the round of `finish()`, after which all workers are equal.
         share: the part of the work of this round that is in the mean; where it is below 1, other workers carry the rest, and
             send it in a later round.
+        refused: whether the round is refused, as a 0-d tensor that nobody has looked at; None where it is known that it is not.
     """
 
     ids: tuple[int, ...]
@@ -115,6 +116,7 @@ class Arrived:
     which: tuple[int, ...] = ()
     last: bool = False
     share: float = 1.0
+    refused: Tensor | None = None
     _mean: list[Tensor] | None = None
     _each: list[list[Tensor]] = field(default_factory=list)
     _received: Received | None = None

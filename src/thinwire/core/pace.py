@@ -40,7 +40,7 @@ class Pace:
     def __init__(self, link: Link, H: int):
         """Everyone takes all steps until the first round has been timed."""
         self.link, self.H = link, H
-        self.state: Tensor = torch.tensor([H, 0, 0], dtype=torch.float64)
+        self.state: Tensor = torch.tensor([H, 0, 0], dtype=torch.float64, device="cpu")
         self._since: float | None = None
         self._seconds: list[float] = []
         self._measured = 0.0  # before `_seconds` was emptied

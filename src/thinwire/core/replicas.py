@@ -42,9 +42,9 @@ def compare_replicas(link: Link, hashes: Mapping[str, int], *, round: int, any_s
     Raises:
         Diverged: on every worker, naming the part and the ranks that differ from the first that can say.
     """
-    mine = torch.tensor(list(hashes.values()), dtype=torch.int64)
+    mine = torch.tensor(list(hashes.values()), dtype=torch.int64, device="cpu")
     gathered = link.all_gather(Payload(mine.view(torch.uint8), purpose="alarm"))
-    rows = torch.stack([p.data.cpu().view(torch.int64) for p in gathered])  # [workers, parts]
+    rows = torch.stack([p.data for p in gathered]).cpu().view(torch.int64)  # [workers, parts]
     known = rows.any(1)  # zeros: a worker that is behind for a while, which is not compared
     first = int(known.int().argmax())
     differs = (rows != rows[first]) & known[:, None]
@@ -81,7 +81,7 @@ def resync(
     good, bad = ([rank for rank, answer in enumerate(told) if answer == wanted] for wanted in (1, 0))
     if not good or not bad:
         return ()
-    mine = torch.tensor([hash_tensors(tensors)])
+    mine = torch.tensor([hash_tensors(tensors)], device="cpu")
     hashes = [p.to_bytes() for p in link.all_gather(Payload(mine.view(torch.uint8), purpose="resync"))]
     ((majority, count),) = Counter(hashes[rank] for rank in good).most_common(1)
     source = next(rank for rank in good if hashes[rank] == majority)
@@ -167,7 +167,7 @@ def drift(link: Link, tensors: Sequence[Tensor], *, shards: Shards | None = None
         shards: the processes that share the copy.
     """
     shards = shards or Shards([])
-    mine = torch.tensor([hash_tensors(tensors)])
+    mine = torch.tensor([hash_tensors(tensors)], device="cpu")
     hashes = link.all_gather(Payload(mine.view(torch.uint8), purpose="drift"))
     if not shards.any(len({h.to_bytes() for h in hashes}) > 1):
         return 0.0

@@ -22,13 +22,16 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from thinwire.core import gates
+from thinwire.core.deferred import DeviceGate
 from thinwire.core.exchange import Exchange, Gathered, post
-from thinwire.core.hashing import hash_tensors
+from thinwire.core.hashing import hash_each
 from thinwire.core.outgoing import Arrived
 from thinwire.core.policy import Policy
 from thinwire.core.refusals import Refusals
@@ -91,12 +94,13 @@ class RoundEngine:
         self.refusals = Refusals(optimizer)
         self.resend = Resend(self)
         self.aborted = 0
-        self.invalid_next = False  # the next message is refused in this worker's name, whatever it says
+        self.invalid_next: bool | Tensor = False  # the next message is refused in this worker's name, whatever it says
+        self.deferred = DeviceGate.of(self)  # where gates are not looked at until the next step
         optimizer.set_counter("in_flight", 0)
         if tau and optimizer.schedule.fragments > _MOST_IN_FLIGHT:
             raise ConfigError(f"with tau > 0 there are at most {_MOST_IN_FLIGHT} fragments, got {optimizer.schedule.fragments}")
         if tau:
-            optimizer.own_state[optimizer._active[0]]["invalid_in_flight"] = torch.tensor(0.0, dtype=torch.float64)
+            optimizer.own_state[optimizer._active[0]]["invalid_in_flight"] = torch.tensor(0.0, dtype=torch.float64, device="cpu")
 
     @property
     def elastic(self) -> ElasticEngine | None:
@@ -134,6 +138,8 @@ class RoundEngine:
 
     def settle_missing(self) -> None:
         """At the end of training and before a checkpoint: rounds that a worker could not read are sent again. Collective."""
+        if self.deferred is not None:
+            self.deferred.settle()
         if self.resend.active:
             self.resend.settle()
 
@@ -149,18 +155,19 @@ class RoundEngine:
         opt, self.current = self.opt, flight
         opt.due, opt.peers = flight.due, opt.link.peers()
         out = opt.send_again() if again else opt.send()
-        if self._mark_invalid(flight.number, again=again):
-            out = replace(out, invalid=True)
+        if (invalid := self._mark_invalid(flight.number, again=again)) is not False:
+            out = replace(out, invalid=invalid)
         if not again:
             opt.remember(out)
         flight.due, flight.peers = opt.due, opt.peers
         missing = self.tau > 0 and self.resend.missing
         how = {"any_shard": opt.shards.any, "largest": LARGEST, "missing": missing}
-        flight.exchange = post(opt.link, out, peers=opt.peers, round=flight.number, **how)
+        put_on_its_way = partial(post, opt.link) if self.deferred is None else self.deferred.post
+        flight.exchange = put_on_its_way(out, peers=opt.peers, round=flight.number, **how)
         if self.tau:
             self.resend.remember(flight.number, flight.exchange)
 
-    def _mark_invalid(self, number: int, *, again: bool) -> bool:
+    def _mark_invalid(self, number: int, *, again: bool) -> bool | Tensor:
         """Whether a message is refused in this worker's name; of one that was sent before, whether it was then."""
         if not self.tau:
             invalid, self.invalid_next = self.invalid_next, False
@@ -195,10 +202,10 @@ class RoundEngine:
             try:
                 with self.overflow_named():
                     arrived = self._agree(flight)
-                    if opt.whole_round():  # also where it is kept back: the counter is the same on all workers
-                        opt.set_counter("thinwire_synced", opt.steps)
                     if arrived is not None:
                         self.apply(flight, arrived)
+                    if opt.whole_round():  # also where it is kept back: the counter is the same on all workers
+                        opt.set_counter("thinwire_synced", opt.steps)
             except RoundAborted as found:
                 refusal = found
             if opt.in_pairs and self.policy.on_nonfinite == "raise":
@@ -221,8 +228,11 @@ class RoundEngine:
         self.current, self.opt.due, self.opt.peers = flight, flight.due, flight.peers
 
     def apply(self, flight: InFlight, arrived: Arrived) -> None:
-        """Apply what all workers apply."""
+        """Apply what all workers apply; on a device, where the round is not refused."""
         opt = self.opt
+        if self.deferred is not None and arrived.refused is not None:
+            self.deferred.apply(flight, arrived)
+            return
         self.begin(flight)
         if opt.pace is not None and arrived.included:
             opt.pace.committed()
@@ -271,8 +281,9 @@ class RoundEngine:
         if number % opt.buffers_every == 0 and not opt.in_pairs:  # those who refused would not take part
             opt.average_buffers()
         if self.policy.alarm_every and number % self.policy.alarm_every == 0:
-            hashes = {name: hash_tensors(tensors) for name, tensors in opt.shared_state().items()}
-            if not hashes:  # a method that lets everything drift
+            if self.deferred is not None and self.deferred.settle():  # the round was refused after all
+                return
+            if not (hashes := hash_each(opt.shared_state())):  # a method that lets everything drift
                 return
             if self.tau and self.resend.missing:  # this worker is behind the others for a while
                 hashes = dict.fromkeys(hashes, 0)

@@ -23,6 +23,8 @@ def shared_model(opt: Algorithm, model: nn.Module | None, mean_over: Link | None
     """See `Algorithm.shared_model`."""
     if model is not None:
         check_statistics(opt, model)
+    if opt.engine.deferred is not None:
+        opt.engine.deferred.settle_alone()
     agreed = opt.agreed()
     if mean_over is not None:
         agreed, _ = average(mean_over, Dense(), agreed or opt.params(), any_shard=opt.shards.any, purpose="mean model")

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from thinwire.codecs import Chain, Codec, CodecSchedule
 from thinwire.errors import CheckpointError, ConfigError
-from thinwire.payload import LARGEST, all_finite
+from thinwire.payload import LARGEST, all_finite, finite_flag
 from thinwire.sharding.shards import Shards, local, reshard
 
 log = logging.getLogger("thinwire")
@@ -136,19 +136,29 @@ class SlotOptimizer(Optimizer):
         grads = [local(p.grad) for p in self._active if p.grad is not None]
         return not self.shards.any(not all_finite(grads, LARGEST))
 
+    def finite_gradients(self) -> Tensor:
+        """`gradients_finite` as a 0-d tensor on the device, which nobody has looked at."""
+        found = finite_flag([local(p.grad) for p in self._active if p.grad is not None], LARGEST)
+        found = torch.ones((), dtype=torch.bool, device=self.params()[0].device) if found is None else found
+        return ~self.shards.any_on_device(~found)
+
     def params_finite(self) -> bool:
         """Whether this worker's parameters are finite, on all of its shards."""
         return not self.shards.any(not all_finite(self.params()))
 
-    def clip_factor(self, max_norm: float) -> float:
+    def clip_factor(self, max_norm: float) -> float | Tensor:
         """What to multiply this worker's gradient by, so that its norm over all shards is at most `max_norm` (0: no limit).
 
-        The same as `torch.nn.utils.clip_grad_norm_` does.
+        The same as `torch.nn.utils.clip_grad_norm_` does. Off the CPU it is a 0-d tensor, which nobody has looked at.
         """
         if not max_norm:
             return 1.0
         grads = [local(p.grad) for p in self._active if p.grad is not None]
-        (square,) = self.shards.totals([float(torch.nn.utils.get_total_norm(grads)) ** 2])
+        norm = torch.nn.utils.get_total_norm(grads)
+        if norm.device.type != "cpu":
+            norm = self.shards.totals_on_device(norm.square()).sqrt() if self.shards.several else norm
+            return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        (square,) = self.shards.totals([float(norm) ** 2])
         return min(1.0, max_norm / (math.sqrt(square) + 1e-6))
 
     # --- Parameter groups ------------------------------------------------------------------------------------------------
@@ -197,7 +207,7 @@ class SlotOptimizer(Optimizer):
                     if (made := start(p.detach())) is not None:
                         state[name] = made
                 elif start == "count" and self.wants(name, group):
-                    state[name] = torch.tensor(0.0)
+                    state[name] = torch.tensor(0.0, device="cpu")  # whatever the default device
                 elif start != "coded" and self.wants(name, group):
                     state[name] = p.detach().to(wide, copy=True) if start == "param" else torch.zeros_like(p, dtype=wide)
         self._make_coded()

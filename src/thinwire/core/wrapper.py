@@ -90,7 +90,7 @@ class Wrapper(Algorithm):
         self._wrapping = False
         if pace == "speed":
             assert isinstance(self.schedule, Every)
-            self.pace = Pace(self.link, self.schedule.H)
+            self.pace, self.engine.deferred = Pace(self.link, self.schedule.H), None  # a step counts, or not, at once
             self.own_state[self._active[0]]["pace"] = self.pace.state
 
     @property
@@ -115,7 +115,7 @@ class Wrapper(Algorithm):
         """
         made = self.inner.state.get(p) or {}
         named = {f"{PREFIX}{key}": value for key, value in (made or _placeholders(self.inner, p)).items()}
-        return {READY: torch.tensor(float(bool(made))), **named}
+        return {READY: torch.tensor(float(bool(made)), device="cpu"), **named}
 
     def work(self) -> float | None:
         """What this worker's contribution weighs in the next round: its local steps, where workers take different numbers."""
@@ -199,6 +199,9 @@ class Wrapper(Algorithm):
 
     def local_step(self) -> None:
         """One step of the inner optimizer; skipped when this worker's gradient is not finite."""
+        if self.engine.deferred is not None:
+            self.engine.deferred.local_step(self)
+            return
         if self.gradients_finite():
             self.prepare_gradients()
             self.inner.step()
@@ -223,6 +226,10 @@ class Wrapper(Algorithm):
             overwrite(self.params(), self.slot("anchor"))
             for tensors in self.inner_state().values():
                 zero_invalid_(tensors)
+
+    def inner_in_rounds(self) -> list[Mapping[Tensor, dict[str, Any]]]:
+        """The inner optimizer's state, unless a method says that its rounds do not change it."""
+        return [self.inner.state]
 
     def agreed(self) -> list[Tensor] | None:
         """The anchor, where there is one."""

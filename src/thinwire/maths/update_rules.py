@@ -132,7 +132,7 @@ def check_eps(eps: float, dtypes: Iterable[torch.dtype], whose: str) -> None:
         whose: what has this setting, for the message.
     """
     for dtype in dtypes:
-        if eps > 0 and float(torch.tensor(eps, dtype=dtype)) == 0:
+        if eps > 0 and float(torch.tensor(eps, dtype=dtype, device="cpu")) == 0:
             raise ConfigError(
                 f"{whose} has eps={eps:g}, which is 0 in {str(dtype).removeprefix('torch.')}: it would divide by zero. Keep "
                 "the parameters in float32 and compute under torch.autocast, or in bfloat16, or give an eps of 1e-4"

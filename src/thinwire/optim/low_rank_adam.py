@@ -84,7 +84,7 @@ class LowRankAdam(GroupOptimizer):
         self.state[p].update({name: t for name, t in made.items() if t is not None})
         # Of all parameters, though those without a projector need none: so one worker of LoRDO is the same bits.
         self.state[p]["anchor"] = p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
-        self.state[p]["step"] = torch.tensor(0.0)
+        self.state[p]["step"] = torch.tensor(0.0, device="cpu")
 
     def _refresh(self, params: list[Tensor], group: Mapping[str, Any]) -> None:
         anchors = [self.state[p]["anchor"] for p in params]

@@ -156,7 +156,7 @@ class QuasiHyperbolic(GroupOptimizer):
         for (number, age, seen, names, *_), params in self._alike(group).items():
             lr, mixed = switch.applied(group["lr"], mixture, step=group["_taken"], age=age)
             step = Step(number, lr, mixed, seen, group)
-            now = torch.tensor(step.seen, dtype=torch.float64)
+            now = torch.tensor(step.seen, dtype=torch.float64, device="cpu")
             for p in params:
                 self.state[p]["step_seen"].copy_(now)
             x, g = [local(p) for p in params], [local(p.grad) for p in params if p.grad is not None]
@@ -177,9 +177,10 @@ class QuasiHyperbolic(GroupOptimizer):
             state = self.state[p]
             names = self.slots(p, group)
             if not state:
-                state["step"], state["step_of_reset"] = torch.tensor(0.0), torch.tensor(0.0)
+                # Counts are the host's, whatever the default device: to look at them must not wait for anything.
+                state["step"], state["step_of_reset"] = torch.tensor(0.0, device="cpu"), torch.tensor(0.0, device="cpu")
                 # The sum of the weights that each moment has given to gradients so far, for bias corrections.
-                state["step_seen"] = torch.zeros(len(names), dtype=torch.float64)
+                state["step_seen"] = torch.zeros(len(names), dtype=torch.float64, device="cpu")
                 wide = torch.promote_types(p.dtype, torch.float32)
                 state.update({name: torch.zeros_like(p, dtype=wide) for name in names})
             state["step"] += 1

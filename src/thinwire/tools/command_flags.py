@@ -147,6 +147,12 @@ class DoctorFlags:
     """How long to wait for a rank before it is called missing."""
     backend: Literal["gloo", "nccl"] = "gloo"
     """What to measure with."""
+    syncs: bool = False
+    """Only say how often a step and a round make the host wait for a device, counted on a pretend one: no GPU is needed."""
+    algorithm: str | None = None
+    """With --syncs: of which method; all of them by default."""
+    codec: str | None = None
+    """With --syncs: what it sends, such as "DCT(64) >> TopK(32) >> Sign()"; by default what the method sends."""
     pid: int | None = None
     """Only say which ports a job that runs on this machine has open, and to whom: the process that started it."""
     json: str | None = None

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from thinwire.algorithms import found
 from thinwire.errors import ConfigError, LinkError, ThinwireError, WireError, how_to_install
 from thinwire.links import Link, connect, disconnect, host_job
 from thinwire.links.heartbeat import Heartbeat
@@ -36,6 +38,7 @@ from thinwire.tools.doctor import (
     machine_of,
     measure,
     plan_command,
+    syncs,
     tell_each_other,
 )
 from thinwire.tools.flags import parse_flags, with_json_name
@@ -97,6 +100,10 @@ def main(arguments: list[str]) -> int:
     params = None if flags.params is None else parse_count(flags.params)
     if flags.pid is not None:
         return _look_at_job(flags, flags.pid)
+    if flags.syncs:
+        return _count_crossings(flags)
+    if flags.algorithm is not None or flags.codec is not None:
+        raise ConfigError("--algorithm and --codec say what --syncs is to look at: give that too")
     if in_job():
         return _as_rank(flags, timeout, params)
     report = _alone(flags, timeout)
@@ -158,11 +165,22 @@ def _look_at_job(flags: DoctorFlags, pid: int) -> int:
     ports = of_job(pid)
     findings = [Finding("warning", text) for text in advice(ports, one_machine=False)]
     if flags.json is not None:
-        _write(Report([], findings=findings, ports=ports), flags.json)
+        _write(Report([], findings=findings, ports=ports).as_json(), flags.json)
     if flags.json != "-":
         console = Console(highlight=False, soft_wrap=True)
         _show_ports(console, ports)
         _show_findings(console, findings)
+    return 0
+
+
+def _count_crossings(flags: DoctorFlags) -> int:
+    """Say how often steps and rounds make the host wait for a device."""
+    names, backends = [flags.algorithm] if flags.algorithm else sorted(found()), (syncs.NCCL, syncs.GLOO)
+    rows = [row for name in names for at in backends for row in syncs.audit_named(name, wire=flags.codec, backend=at)]
+    if flags.json is not None:
+        _write({"rows": [row.as_json() for row in rows]}, flags.json)
+    if flags.json != "-":
+        _show_crossings(Console(highlight=False, soft_wrap=True), rows, lines=flags.algorithm is not None)
     return 0
 
 
@@ -213,7 +231,7 @@ def _started_here(flags: DoctorFlags, timeout: float) -> Report | Finding:
 
 def _tell(report: Report, flags: DoctorFlags, *, where: str) -> None:
     if flags.json is not None:
-        _write(report, flags.json)
+        _write(report.as_json(), flags.json)
     if flags.json == "-":
         return
     console = Console(highlight=False, soft_wrap=True)
@@ -230,8 +248,8 @@ def _tell(report: Report, flags: DoctorFlags, *, where: str) -> None:
         console.print(f"go on with:\n  {report.plan}")
 
 
-def _write(report: Report, name: str) -> None:
-    text = json.dumps(report.as_json(), indent=1)
+def _write(told: dict[str, Any], name: str) -> None:
+    text = json.dumps(told, indent=1)
     if name == "-":
         print(text)
     else:
@@ -244,6 +262,19 @@ def _show_findings(console: Console, findings: list[Finding]) -> None:
         console.print(finding.text, markup=False)
     if not findings:
         console.print("nothing to complain about")
+
+
+def _show_crossings(console: Console, rows: list[syncs.Row], *, lines: bool) -> None:
+    console.print("what a device is asked to do, on a pretend one, 2 workers, 5 tensors; the host waits for each crossing that blocks")
+    table = Table("algorithm", "link", "step", "blocking", "not blocking", "launches", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(row.algorithm, row.backend, row.what, *map(str, (row.blocking, row.later, row.launches)))
+    console.print(table)
+    for row in rows if lines else ():
+        if row.crossings:
+            console.print(f"\n{row.algorithm} over {row.backend}, {row.what}:")
+        for (where, kind, blocking), many in Counter((c.where, c.kind, c.blocking) for c in row.crossings).items():
+            console.print(f"  {many:4} x {kind:22} {where}{'' if blocking else ' (not blocking)'}", markup=False)
 
 
 def _show_ports(console: Console, ports: list[Port]) -> None:

@@ -1,4 +1,4 @@
-"""What `thinwire doctor` looks at: this machine, and the links between the ranks of a job."""
+"""What `thinwire doctor` looks at: this machine, the links between the ranks of a job, and what a device is asked to do."""
 
 from thinwire.tools.doctor.links import (
     Measurements,

@@ -22,6 +22,8 @@ from thinwire.tools.doctor.pretend import TO_DEVICE, TO_HOST, Audit, Crossing, P
 from thinwire.tools.doctor.pretend import device as pretend_device
 
 Backend = Literal["nccl", "gloo"]
+NCCL: Backend = "nccl"
+GLOO: Backend = "gloo"
 Make = Callable[[list[nn.Parameter], Link], Algorithm]
 
 SHAPES = ((256, 192), (192,), (192, 320), (130, 100), (64,))  # three in blocks of 64, one of them not in whole ones; two sent whole

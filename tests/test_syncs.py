@@ -1,0 +1,250 @@
+"""What a step and a round ask of a device, on a pretend one; and that gates which stay on it decide as those of a CPU do."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire
+from thinwire import DataParallel, DiLoCo, Link, LocalSGD, MTDAO, SoloLink
+from thinwire.algorithms import found
+from thinwire.core import deferred
+from thinwire.errors import NonFiniteRound
+from thinwire.optim import QHAdam
+from thinwire.payload import LARGEST, all_finite
+from thinwire.sim import World
+from thinwire.tools.doctor import syncs
+from thinwire.tools.doctor.pretend import SCALAR, SIZE, TO_DEVICE, TO_HOST, Audit, on_device, on_host
+from thinwire.tools.doctor.pretend import device as pretend_device
+
+Make = Callable[[list[nn.Parameter], Link], thinwire.Algorithm]
+
+# --- The pretend device --------------------------------------------------------------------------------------------------------
+
+
+def test_every_way_to_make_the_host_wait_is_seen() -> None:
+    ways: list[tuple[str, Callable[[Tensor], object]]] = [
+        (TO_HOST, lambda x: x.cpu()),
+        (TO_HOST, lambda x: torch.empty(3).copy_(x)),
+        (TO_HOST, lambda x: x.tolist()),
+        (TO_DEVICE, lambda x: torch.ones(3).to(x.device)),
+        (TO_DEVICE, lambda x: x.copy_(torch.ones(3))),
+        (TO_DEVICE, lambda x: x[torch.tensor([0, 2])]),
+        (SCALAR, lambda x: x.sum().item()),
+        (SCALAR, lambda x: bool(x.isfinite().all())),
+        (SCALAR, lambda x: torch.equal(x, x)),
+        (SIZE, lambda x: x.nonzero()),
+        (SIZE, lambda x: x[x > 0]),
+    ]
+    x = on_device(torch.tensor([1.0, -2.0, 3.0]))
+    for kind, way in ways:
+        with Audit() as seen:
+            way(x)
+        assert [c.kind for c in seen.crossings] == [kind] and seen.blocking == 1
+
+
+def test_what_does_not_wait_is_told_apart_and_values_are_real() -> None:
+    x = on_device(torch.arange(6.0).view(2, 3))
+    with Audit() as seen:
+        y = torch.where(x > 2, x, torch.zeros((), device=x.device)) @ x.T
+        host = torch.empty(2, 2)
+        host.copy_(y, non_blocking=True)
+    assert not seen.blocking and seen.by_file(blocking=False) == {"?": 1}
+    assert seen.launches["mm"] == 1 and seen.launches["where"] == 1
+    assert torch.equal(host, torch.tensor([[0.0, 0], [5, 50]])) and y.device.type == pretend_device().type
+    with pytest.raises(RuntimeError, match="two devices"):
+        x + torch.ones(2, 3)
+    with pytest.raises(TypeError, match=r"\.cpu\(\) first"):
+        x.numpy()
+
+
+def test_a_crossing_has_the_line_of_thinwire_that_asked_for_it() -> None:
+    with Audit() as seen:
+        assert all_finite([on_device(torch.ones(3))])  # payload.py looks in the name of whoever asks
+        thinwire.core.hashing.hash_tensors([on_device(torch.ones(3))])
+    assert [c.file for c in seen.crossings] == ["?", "core/hashing.py"]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2 * LARGEST, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_finite_gate_of_a_device_is_that_of_a_cpu(bad: float, dtype: torch.dtype) -> None:
+    tensors = [torch.ones(3, dtype=dtype), torch.empty(0, dtype=dtype), torch.tensor([[-1.0, bad]], dtype=dtype)]
+    there = [on_device(t) for t in tensors]
+    for largest in (math.inf, LARGEST):
+        assert all_finite(there, largest) == all_finite(tensors, largest)
+    assert all_finite([on_device(torch.empty(0))])
+
+
+# --- The budget ----------------------------------------------------------------------------------------------------------------
+
+# Crossings that make the host wait, by file: at most these. A change may lower them, and then lowers them here.
+NOTHING: dict[str, int] = {}
+BUDGET: dict[str, dict[str, dict[str, int]]] = {}
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize("name", sorted(found()))
+def test_the_host_waits_no_more_often_than_the_budget_says(name: str, backend: syncs.Backend) -> None:
+    rows = {row.what: row for row in syncs.audit_named(name, backend=backend)}
+    print(rows)
+
+
+# --- Gates that stay on the device ---------------------------------------------------------------------------------------------
+
+SHAPES = ((4, 3), (3,), ())
+
+
+def adamw(params: list[nn.Parameter], **how: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.05, weight_decay=0.1, **how)
+
+
+METHODS: dict[str, Make] = {
+    "diloco": lambda params, link: DiLoCo(adamw(params, foreach=True), link, H=3),
+    "diloco, fused": lambda params, link: DiLoCo(adamw(params, fused=True), link, H=3),
+    "diloco, momentum": lambda params, link: DiLoCo(torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True), link, H=3),
+    "local-sgd": lambda params, link: LocalSGD(torch.optim.SGD(params, lr=0.1, foreach=True), link, H=3),
+    "mt-dao": lambda params, link: MTDAO(QHAdam(params, warmup=4, reset=True), link, H=3, clip_norm=1.0),
+    "data-parallel": lambda params, link: DataParallel(adamw(params, foreach=True), link),
+}
+
+
+def trained(
+    make: Make, *, pretend: bool, steps: int = 10, spoil: Callable[[int, int, list[nn.Parameter]], None] | None = None
+) -> list[dict[str, list[Tensor]]]:
+    """Parameters and state of all of three workers, on the host, after training on a pretend device or on the CPU."""
+
+    def work(link: Link) -> dict[str, list[Tensor]]:
+        with Audit() if pretend else contextlib.nullcontext():
+            torch.manual_seed(0)
+            move: Callable[[Tensor], Tensor] = on_device if pretend else torch.clone
+            params = [nn.Parameter(move(torch.randn(shape))) for shape in SHAPES]
+            opt = make(params, link)
+            chance = torch.Generator().manual_seed(1 + link.rank)
+            for step in range(steps):
+                for p in params:
+                    p.grad = move(torch.randn(p.shape, generator=chance))
+                if spoil is not None:
+                    spoil(link.rank, step, params)
+                opt.step()
+            opt.finish()
+            state = opt.state_dict()
+            entries = [e for of_p in state["state"].values() for e in of_p.values()]
+            return {"params": [on_host(p) for p in params], "state": [on_host(e) for e in entries if isinstance(e, Tensor)]}
+
+    return World(3, step_time=0.0).run(work)
+
+
+def assert_same(some: list[dict[str, list[Tensor]]], others: list[dict[str, list[Tensor]]]) -> None:
+    for a, b in zip(some, others, strict=True):
+        for what in a:
+            assert len(a[what]) == len(b[what])
+            for x, y in zip(a[what], b[what], strict=True):
+                torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True, msg=lambda text, what=what: f"{what}: {text}")
+
+
+def bad_gradients(rank: int, step: int, params: list[nn.Parameter]) -> None:
+    """In a first step, between rounds, right before one, and in one."""
+    if (rank, step) in {(0, 0), (1, 3), (2, 5), (0, 8)}:
+        assert params[step % 2].grad is not None
+        params[step % 2].grad.view(-1)[0] = (math.nan, math.inf)[step % 2]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_training_on_a_device_is_that_on_a_cpu_bit_for_bit(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    make = METHODS[name]
+    assert_same(trained(make, pretend=True), trained(make, pretend=False))
+    caplog.clear()
+    spoilt = trained(make, pretend=True, spoil=bad_gradients)
+    told = sorted(r.message for r in caplog.records if "NaN or Inf" in r.message)
+    caplog.clear()
+    assert_same(spoilt, trained(make, pretend=False, spoil=bad_gradients))
+    assert told == sorted(r.message for r in caplog.records if "NaN or Inf" in r.message) != []
+
+
+def bad_parameters(rank: int, step: int, params: list[nn.Parameter]) -> None:
+    if (rank, step) == (1, 4):  # the second round comes after the sixth step
+        with torch.no_grad():
+            params[0].view(-1)[0] = math.nan
+
+
+@pytest.mark.parametrize("name", ["diloco", "diloco, fused", "local-sgd"])
+def test_a_refused_round_changes_nothing_and_names_the_culprit(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    there = trained(METHODS[name], pretend=True, steps=6, spoil=bad_parameters)
+    told = [r.message for r in caplog.records if "refused" in r.message]
+    assert len(told) == 3 and all("round 2 refused on all 3 workers: NaN or Inf in the contribution of rank 1" in t for t in told)
+    # `finish` reads it, so that the culprit has gone back and all have exchanged once more.
+    assert_same(there, trained(METHODS[name], pretend=False, steps=6, spoil=bad_parameters))
+
+
+def test_raise_raises_on_all_workers_at_the_next_step_and_when_training_ends() -> None:
+    raised: list[tuple[int, int]] = []
+
+    def work(link: Link, *, more: bool) -> None:
+        with Audit():
+            params = [nn.Parameter(on_device(torch.ones(3)))]
+            opt = LocalSGD(torch.optim.SGD(params, lr=0.1), link, H=2, on_nonfinite="raise")
+            for step in range(3):
+                params[0].grad = on_device(torch.full((3,), math.nan if (link.rank, step) == (1, 0) else 0.5))
+                try:
+                    opt.step() if more or step < 2 else opt.finish()
+                except NonFiniteRound as refusal:
+                    assert refusal.culprits == (1,) or refusal.culprits == [1]
+                    raised.append((link.rank, step))
+                    return
+
+    for more in (True, False):
+        World(2).run(lambda link, more=more: work(link, more=more))
+        assert sorted(raised) == [(0, 2), (1, 2)]
+        raised.clear()
+
+
+def test_what_a_device_decided_is_read_before_the_state_is_looked_at() -> None:
+    with Audit():
+        params = [nn.Parameter(on_device(torch.ones(3)))]
+        opt = DiLoCo(adamw(params, foreach=True), SoloLink(), H=4)
+        for value in (1.0, math.nan):
+            params[0].grad = on_device(torch.full((3,), value))
+            opt.step()
+        assert float(opt.inner.state[params[0]]["step"]) == 2  # nobody knows yet
+        assert float(opt.state_dict()["state"][0]["inner.step"]) == 1
+        assert float(opt.inner.state[params[0]]["step"]) == 1
+
+
+def test_a_local_step_and_a_dense_round_look_at_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device there are none: whatever looks at one raises. What is read later has its own way to the host."""
+    monkeypatch.setattr(deferred, "Later", lambda numbers: type("Nothing", (), {"read": lambda _: [0.0] * numbers.numel()})())
+    params = [nn.Parameter(torch.empty(1024, 1024, device="meta")) for _ in range(3)]
+    for make in (METHODS["diloco"], METHODS["mt-dao"]):
+        opt = make(params, SoloLink())
+        opt.handshake_done = True  # which compares hashes
+        for _ in range(7):
+            for p in params:
+                p.grad = torch.empty_like(p)
+            opt.step()
+        assert opt.rounds == 2
+    with pytest.raises(RuntimeError, match="meta"):
+        opt.gradients_finite()
+
+
+def test_counters_stay_on_the_host_whatever_the_default_device() -> None:
+    torch.set_default_device("meta")
+    try:
+        params = [nn.Parameter(torch.ones(3, device="cpu"))]
+        opt = thinwire.DeMo(params, SoloLink(), phi="adam")
+        inner = QHAdam([nn.Parameter(torch.ones(2, device="cpu"))])
+        for p in (*params, *inner.param_groups[0]["params"]):
+            p.grad = torch.ones_like(p)
+        opt.step()
+        inner.step()
+    finally:
+        torch.set_default_device(None)
+    states = [*opt.state.values(), *inner.state.values()]
+    assert {t.device.type for state in states for t in state.values()} == {"cpu"}

@@ -17,6 +17,7 @@ import argparse
 import ctypes
 import gc
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ from rich.table import Table
 from tests.codecs.simple import SimpleTopK
 from torch import Tensor
 
-from benchmarks import record
+from benchmarks import device, record
 from benchmarks.pair import SIZES, gpt_shapes, run_pair
 from thinwire import DCT, DecoupledDiLoCo, Float, Int8, Link, Mean, Sign, TopK, kernels, share
 from thinwire import DeMo as DeMoOptimizer
@@ -273,11 +274,26 @@ def main() -> None:
     parser.add_argument("--k", type=int, nargs="+", default=[32, 8, 128], help="entries kept of a block (default: 32 8 128)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure (default: all of it)")
     parser.add_argument("--record", action="store_true", help="append the figures to records/wire.jsonl")
+    parser.add_argument("--device", default="cpu", help="cuda: steps and rounds of whole optimizers there (default: cpu)")
     arguments = parser.parse_args()
+    if arguments.device != "cpu":
+        on_a_device(arguments)
+        return
     figures = measure(arguments.sizes, arguments.repeats, arguments.k, arguments.parts)
     show(figures)
     if arguments.record:
         record.append("wire", figures)
+
+
+def on_a_device(arguments: argparse.Namespace) -> None:
+    """The part of `benchmarks.device`; every process of a torchrun job measures, the first one tells."""
+    if not torch.cuda.is_available():
+        raise SystemExit(f"--device {arguments.device}: torch finds no GPU on this machine")
+    figures = device.measure(torch.device(arguments.device), arguments.sizes, arguments.repeats)
+    if os.environ.get("RANK", "0") == "0":
+        device.show(figures)
+        if arguments.record:
+            record.append("wire_gpu", figures)
 
 
 def show(figures: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ class DataParallel(Wrapper):
     def send(self) -> Outgoing:
         """The gradients, and one number per tensor that says whether there is one."""
         grads = self.gradients()
-        present = torch.tensor([float(p.grad is not None) for p in self._active], device=_device(grads))
+        present = torch.tensor([float(p.grad is not None) for p in self._active], device="cpu").to(_device(grads))
         return self.outgoing([*grads, present])
 
     def carried(self) -> None:

@@ -16,9 +16,14 @@ from thinwire.codecs.stages import Stages
 _everywhere = False
 
 
+def off_host(device: torch.device) -> bool:
+    """Whether numpy cannot look at tensors there."""
+    return device.type != "cpu" or _everywhere
+
+
 def on_device(stages: Stages, device: torch.device) -> bool:
     """Whether messages of tensors there are made and read in torch operations: off the CPU, of stages that it knows."""
-    if device.type == "cpu" and not _everywhere:
+    if not off_host(device):
         return False
     selection, codes = stages.selection, [code for _, code in INDEX_CODES.items()]
     chosen = not selection.indexed or (type(selection) in BY_SIZE and all(code in KNOWN for code in codes))

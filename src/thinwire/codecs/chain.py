@@ -26,6 +26,11 @@ from thinwire.codecs.base import Codec, Messages
 from thinwire.codecs.bits import Bytes
 from thinwire.codecs.decoder import Received
 from thinwire.codecs.dense import WIRE_DTYPES, Dense
+from thinwire.codecs.device import encoder as device_encoder
+from thinwire.codecs.device.backend import on_device
+from thinwire.codecs.device.decoder import DeviceReceived
+from thinwire.codecs.device.values import FORMATS
+from thinwire.codecs.device.values import Floats as DeviceFloats
 from thinwire.codecs.encoder import Encoded, PerTensor
 from thinwire.codecs.layout import Shape
 from thinwire.codecs.made import Made
@@ -183,6 +188,9 @@ class Float(Values, Stage):
         return float(finite("value", largest)[0])
 
 
+FORMATS[Float] = DeviceFloats
+
+
 # --- Chains --------------------------------------------------------------------------------------------------------------
 
 
@@ -275,7 +283,7 @@ class Chain(Stages, Codec):
             decay: 0 to overwrite whatever the slots held; one number, or one per tensor.
             scale: multiplies the tensors; likewise.
         """
-        encoder.accumulate(self, slots, tensors, decay=decay, scale=scale)
+        self._encoder(slots).accumulate(self, slots, tensors, decay=decay, scale=scale)
 
     def encode(self, tensors: Sequence[Tensor], *, round: int = 0, spare: int = 0) -> Payload:
         """All tensors in one message."""
@@ -285,11 +293,11 @@ class Chain(Stages, Codec):
     def encode_finite(self, tensors: Sequence[Tensor], *, round: int = 0) -> tuple[Payload, bool]:
         """As `encode`, with whether all that receivers will read is finite."""
         encoded = self.encode_tensors(tensors, round=round)
-        return encoded.payload, encoded.finite
+        return encoded.payload, bool(encoded.finite)
 
     def encode_tensors(self, tensors: Sequence[Tensor] | Made, *, round: int = 0) -> Encoded:
         """As `encode`, with what receivers will read; of tensors that are made piece by piece too."""
-        return encoder.encode_tensors(self, tensors, round=round)
+        return self._encoder(tensors).encode_tensors(self, tensors, round=round)
 
     def encode_slots(
         self,
@@ -312,7 +320,13 @@ class Chain(Stages, Codec):
                 else the slots are not changed.
             made: what is accumulated instead of `like`, made piece by piece.
         """
-        return encoder.encode_slots(self, slots, like, round=round, decay=decay, scale=scale, made=made)
+        how = self._encoder(slots)
+        return how.encode_slots(self, slots, like, round=round, decay=decay, scale=scale, made=made)
+
+    def _encoder(self, tensors: Sequence[Tensor] | Made) -> Any:
+        """The module that encodes tensors where they are: numpy and C kernels on a CPU, torch operations elsewhere."""
+        held = tensors.sources[0] if isinstance(tensors, Made) else tensors
+        return device_encoder if len(held) and on_device(self, held[0].device) else encoder
 
     def decode(self, payload: Payload, like: Sequence[Tensor], *, round: int = 0) -> list[Tensor]:
         """The tensors that a message says."""
@@ -352,7 +366,10 @@ class Chain(Stages, Codec):
         Raises:
             WireError: before anything is decoded into tensors.
         """
-        return Received(self, self.plan(messages.like), messages, own)
+        plan = self.plan(messages.like)
+        if on_device(self, messages.payloads[0].data.device):
+            return DeviceReceived(self, plan, messages)
+        return Received(self, plan, messages, own)
 
 
 def check_order(before: Codec, after: Codec) -> None:

@@ -27,8 +27,10 @@ from torch import Tensor
 from thinwire.codecs.base import Codec, Messages
 from thinwire.codecs.chain import Chain, Encoded, Stage
 from thinwire.codecs.dense import Dense
+from thinwire.codecs.device.envelope import unseal_all
 from thinwire.codecs.made import Made
-from thinwire.codecs.wire import PART_NBYTES, Envelope, fingerprint, read_flags, seal, unseal
+from thinwire.codecs.parts import frames_of
+from thinwire.codecs.wire import PART_NBYTES, Envelope, fingerprint, read_flags, seal
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.errors import NonFiniteRound, WireError, check_whole_number
 from thinwire.links.base import Link, Peers
@@ -146,7 +148,7 @@ class Exchange(ABC):
         """Of tensors that are made piece by piece; what receivers read of them is decoded when it is asked for."""
         chain = Chain.of(self.codec)
         encoded = chain.encode_tensors(made, round=self.round)
-        finite = encoded.finite and all_finite(made.runs(), largest)
+        finite = bool(encoded.finite) and all_finite(made.runs(), largest)
         self.outgoing, self.codec, self.encoded = replace(self.outgoing, tensors=self.like), chain, encoded
         return encoded.payload, bool(self.outgoing.invalid) or not finite
 
@@ -163,7 +165,8 @@ class Exchange(ABC):
         if made is not None and _takes_whole_tensors(self.codec):
             tensors, made = list(made), None
         encoded = chain.encode_slots(slots, tensors, round=self.round, decay=out.decay, scale=scale, made=made)
-        if not encoded.finite and scale is not None:  # finite numbers so large that their transform is not: they must not stay
+        finite = bool(encoded.finite)  # read once: on a device it waits
+        if not finite and scale is not None:  # finite numbers so large that their transform is not: they must not stay
             zero_invalid_(slots)
         # They are in the slots by now: no copy of the model travels along.
         self.outgoing = replace(out, tensors=self.like, made=None)
@@ -171,7 +174,7 @@ class Exchange(ABC):
         if self.spare:
             data = body.data if self.weight is None else body.data * self.weight
             body = body.like(torch.cat([data, data.new_zeros(self.spare)]))
-        return body, invalid or not encoded.finite
+        return body, invalid or not finite
 
     def wait(self) -> Arrived:
         """What all workers sent, checked from end to end: see `read`."""
@@ -257,7 +260,7 @@ class Reduced(Exchange):
         assert isinstance(self.codec, Chain)
         body = body.like(body.data / weights[0]) if weights else body
         received = self.codec.receive(Messages([body], self.like, self.round, self.outgoing.mean))
-        return self._arrived(ids, _received=received), received.safe
+        return self._arrived(ids, _received=received), bool(received.safe)
 
 
 class Gathered(Exchange):
@@ -267,21 +270,23 @@ class Gathered(Exchange):
     def _fingerprint(self) -> int:
         return fingerprint(self.codec, self.like)
 
+    @functools.cached_property
+    def _frames(self) -> list[tuple[int, int]] | None:
+        return frames_of(self.codec, self.like)
+
     def _message(self, body: Payload, invalid: bool) -> tuple[Payload, Op]:
         if self.outgoing.pair is not None:
             body = replace(body, partner=next((r for r in self.outgoing.pair if r != self.peers.rank), None))
-        sealed = seal(body, self._envelope(invalid), fingerprint=self._fingerprint, round=self.round)
+        parts = None if self._frames is None else len(self._frames)
+        sealed = seal(body, self._envelope(invalid), fingerprint=self._fingerprint, round=self.round, parts=parts)
         return sealed, "gather" if self.outgoing.pair is None else "pair"
 
     def _envelope(self, invalid: bool) -> Envelope:
         return Envelope(self.peers.id, 1.0 if self.weight is None else self.weight, invalid=invalid, missing=self.missing)
 
     def _open(self, payloads: list[Payload]) -> tuple[list[Payload], list[float] | None, list[int]]:
-        nbytes = self.codec.nbytes(self.like)
-        opened = []
-        for p in payloads:
-            assert p.sender is not None, "a link says whose message it brings"
-            opened.append(unseal(p, fingerprint=self._fingerprint, round=self.round, sender=p.sender, nbytes=nbytes))
+        nbytes, told = self.codec.nbytes(self.like), self._fingerprint
+        opened = unseal_all(payloads, fingerprint=told, round=self.round, nbytes=nbytes, frames=self._frames)
         weights = [e.weight for _, e in opened]
         if self.weight is None and (odd := [e for _, e in opened if e.weight != 1]):
             raise WireError(f"weight {odd[0].weight:g}, where this worker gives no weight", rank=odd[0].sender)
@@ -301,7 +306,7 @@ class Gathered(Exchange):
             assert isinstance(self.codec, Chain)
             own = (ids.index(self.peers.id), self.encoded) if self.encoded and self.peers.id in ids else None
             received = self.codec.receive(messages, own=own)
-            return self._arrived(ids, _received=received), received.safe
+            return self._arrived(ids, _received=received), bool(received.safe)
         combined = self.codec.combine(messages)
         finite = all_finite(combined)
         if not finite:  # an honest sender would have said that its contribution is invalid

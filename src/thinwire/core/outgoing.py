@@ -165,7 +165,8 @@ class Arrived:
     def squares(self) -> list[float]:
         """The sum of squares of each tensor's mean: see `Received.squares`."""
         assert self._received is not None
-        return self._received.squares()
+        squares = self._received.squares()
+        return squares.tolist() if isinstance(squares, Tensor) else squares
 
 
 def _side_by_side(tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> Iterator[Any]:

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -152,6 +153,14 @@ def in_order(chunks: Sequence[Chunk], rows: Sequence[Tensor]) -> Tensor:
 def _order(chunks: tuple[Chunk, ...], device: torch.device) -> Tensor | None:
     numbers = np.concatenate([chunk._numbers for chunk in chunks])
     return None if (np.diff(numbers) == 1).all() else torch.from_numpy(np.argsort(numbers)).to(device)
+
+
+def alike(settings: Sequence[Any]) -> list[tuple[Any, list[int]]]:
+    """Which tensors have the same settings, by their places: those of each kind are worked on together."""
+    found: dict[Any, list[int]] = {}
+    for n, setting in enumerate(settings):
+        found.setdefault(setting, []).append(n)
+    return list(found.items())
 
 
 # --- Sums per tensor ---------------------------------------------------------------------------------------------------------

@@ -255,7 +255,7 @@ def test_every_index_code_is_read_and_written_as_on_the_host(L: int, k: int) -> 
         raw = write_indices(code, sets)
         assert raw.numpy().tobytes() == code.encode(sets.numpy()).tobytes()
         found, wrong = read_indices(code, torch.stack([raw, raw]), 11, 2, 10)
-        assert torch.equal(found, sets[2:10].expand(2, -1, -1)) and wrong.tolist() == [False, False]
+        assert torch.equal(found.long(), sets[2:10].expand(2, -1, -1)) and not torch.stack(wrong).any()
 
 
 def test_checksums_are_zlibs() -> None:
@@ -421,8 +421,8 @@ def _launches_of_a_round(shapes: Shapes, chain: Chain, workers: int) -> int:
     groups *= len(shapes)
     told, frames, plan = fingerprint(chain, params), frames_of(chain, params), chain.plan(params)
     assert frames is not None
+    made = whitening(grads, moments, counts, groups, clip=1.0)
     with Launches() as launches:
-        made = whitening(grads, moments, counts, groups, clip=1.0)
         encoded = chain.encode_slots(slots, params, round=ROUND, decay=0.999, scale=1.0, made=made)
         assert isinstance(encoded, DeviceEncoded) and isinstance(encoded.finite, Tensor)
         how = {"fingerprint": told, "round": ROUND}

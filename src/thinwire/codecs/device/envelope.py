@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.device.backend import off_host
-from thinwire.codecs.device.bits import aligned, numbers
+from thinwire.codecs.device.bits import aligned, table
 from thinwire.codecs.device.checksum import crc32
 from thinwire.codecs.wire import HEADER_NBYTES, INVALID, MISSING, PART_NBYTES, Envelope, envelope_header, seal, unseal
 from thinwire.payload import Payload
@@ -57,7 +57,7 @@ def open_all(raw: Tensor, senders: Sequence[int], frames: Sequence[Frame], *, fi
     wrong = [first != wanted[0][0], flags > (INVALID | MISSING), ~(weights.isfinite() & (weights >= 0))]
     # The fingerprint, the round and the length are the same in all of them; the hash of the state may be anything.
     wrong += [words[:, nth] != wanted[nth][0] for nth in (1, 2, 5)]
-    wrong.append(words[:, 3] != numbers(list(wanted[3]), torch.int64, raw.device))
+    wrong.append(words[:, 3] != table(tuple(wanted[3]), torch.int64, raw.device))
     wrong.append(_damaged(raw, [(0, HEADER_NBYTES, HEADER_NBYTES)]))
     body = raw[:, HEADER_NBYTES:]
     for start, stop in frames:

@@ -20,10 +20,12 @@ class Made:
         sources: lists of the tensors that they are made of.
         make: given the number of a tensor and the same piece of it in each of the sources, the piece; every element may depend
             on the same element of the sources alone. It may change them in place.
+        make_all: the same for many pieces at once, in operations on lists: given a list of numbers and lists of pieces, a list.
     """
 
     sources: tuple[Sequence[Tensor], ...]
     make: Callable[..., Tensor]
+    make_all: Callable[..., list[Tensor]] | None = None
 
     def __len__(self) -> int:
         return len(self.sources[0])
@@ -59,6 +61,26 @@ class Made:
         for source, matrix in zip(self.sources, matrices, strict=True):
             write_back(matrix, source[i])
         return made
+
+    def pieces(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """Pieces of several of the tensors, without padding; made together where it is said how."""
+        if self.make_all is None:
+            return [self.piece(piece) for piece in pieces]
+        grids = {piece.grid.index: piece.grid for piece in pieces}
+        matrices = [{i: matrix_of(source[i], grid) for i, grid in grids.items()} for source in self.sources]
+        numbers = [piece.grid.index for piece in pieces]
+        parts = [[piece.of_matrix(some[piece.grid.index]) for piece in pieces] for some in matrices]
+        made = self.make_all(numbers, *parts)
+        for source, some in zip(self.sources, matrices, strict=True):
+            for i, matrix in some.items():
+                write_back(matrix, source[i])
+        return made
+
+    def several(self, numbers: Sequence[int]) -> list[Tensor]:
+        """Some of the tensors; made together where it is said how."""
+        if self.make_all is None:
+            return [self[i] for i in numbers]
+        return self.make_all(list(numbers), *([source[i].detach() for i in numbers] for source in self.sources))
 
 
 def piece_of(tensors: Sequence[Tensor] | Made, piece: Piece) -> Tensor:

@@ -120,7 +120,7 @@ def in_one_part(raw: Tensor, *, blocks: int, values: int) -> Tensor:
     """Bytes [n] as one part of a message, [PART_NBYTES + n]; the first PART_NBYTES of `raw` are overwritten by its header."""
     header = part_header(0, blocks, raw.numel() - PART_NBYTES, values)
     if off_host(raw.device):
-        raw[:PART_NBYTES] = bytes_on(header, raw.device)
+        raw[:PART_NBYTES] = _on(header, raw.device)
         raw[PART_NBYTES - 4 : PART_NBYTES] = crc32([raw[None]]).view(-1).view(torch.uint8)
         return raw
     complete = with_checksum(header, [raw[PART_NBYTES:].cpu().numpy()])
@@ -179,12 +179,22 @@ def seal(body: Payload, envelope: Envelope, *, fingerprint: int, round: int, par
     """
     raw = body.raw()
     if envelope.invalid:
-        raw, parts = in_one_part(torch.zeros_like(raw), blocks=0, values=0), 1
+        raw, parts = torch.zeros_like(raw), 1
+        raw[:PART_NBYTES] = _on(_empty_header(raw.numel()), raw.device)
     parts = len(_walk(raw, None)) if parts is None else parts
     head = envelope_header(envelope, parts, raw.numel(), fingerprint=fingerprint, round=round)
-    if off_host(raw.device):
-        return body.like(torch.cat([bytes_on(head, raw.device), raw]))
-    return body.like(torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), raw]))
+    return body.like(torch.cat([_on(head, raw.device), raw]))
+
+
+def _on(data: bytes, device: torch.device) -> Tensor:
+    """Bytes as a tensor, on a device without a copy from the host; their number is a multiple of eight."""
+    return bytes_on(data, device) if off_host(device) else torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+@functools.lru_cache(maxsize=16)
+def _empty_header(nbytes: int) -> bytes:
+    """The header of a part of so many bytes, itself included, in which all others are zero."""
+    return with_checksum(part_header(0, 0, nbytes - PART_NBYTES, 0), [np.zeros(nbytes - PART_NBYTES, np.uint8)])
 
 
 def envelope_header(envelope: Envelope, parts: int, nbytes: int, *, fingerprint: int, round: int) -> bytes:

@@ -14,6 +14,7 @@ from thinwire.codecs.aggregate import PLAIN, Mean
 from thinwire.codecs.base import Codec
 from thinwire.codecs.chain import Encoded, PerTensor
 from thinwire.codecs.decoder import Received
+from thinwire.codecs.device.decoder import DeviceReceived
 from thinwire.codecs.made import Made
 from thinwire.codecs.parts import framed_nbytes
 from thinwire.codecs.wire import HEADER_NBYTES
@@ -162,11 +163,17 @@ class Arrived:
             return _side_by_side(tensors, self.sent, *others)
         return self._encoded.each(tensors, *others)
 
-    def squares(self) -> list[float]:
-        """The sum of squares of each tensor's mean: see `Received.squares`."""
+    def together(
+        self, tensors: Sequence[Tensor], *others: Sequence[Tensor | None], scale: Tensor | None = None
+    ) -> Iterator[Any] | None:
+        """`each` in lists of many pieces: see `DeviceReceived.together`. None where the mean is not on a device."""
+        received = self._received
+        return received.together(tensors, *others, scale=scale) if isinstance(received, DeviceReceived) else None
+
+    def squares(self) -> list[float] | Tensor:
+        """The sum of squares of each tensor's mean: see `Received.squares`; a tensor on a device."""
         assert self._received is not None
-        squares = self._received.squares()
-        return squares.tolist() if isinstance(squares, Tensor) else squares
+        return self._received.squares()
 
 
 def _side_by_side(tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> Iterator[Any]:

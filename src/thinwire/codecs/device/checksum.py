@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from thinwire.codecs.device.bits import numbers
+from thinwire.codecs.device.bits import table
 
 _BYTES = 64  # bytes that the first level joins
 _STATES = 16  # states of four bytes that each further level joins
@@ -45,8 +45,8 @@ def crc32(rows: Sequence[Tensor]) -> Tensor:
             state = pad(state, (short, 0))
         state = _joined(state.view(torch.uint8).view(len(state), -1, 4 * _STATES), covered)
         covered *= _STATES
-    constants = [_signed(zlib.crc32(bytes(row.shape[1]))) for row in rows]
-    return state.view(messages, len(rows)) ^ numbers(list(constants), torch.int32, device)
+    constants = tuple(_of_zeros(row.shape[1]) for row in rows)
+    return state.view(messages, len(rows)) ^ table(constants, torch.int32, device)
 
 
 def _joined(lanes: Tensor, covered: int) -> Tensor:
@@ -97,5 +97,8 @@ def _mapped(images: _Words, states: _Words) -> _Words:
     return np.bitwise_xor.reduce(np.where(chosen, images, np.uint32(0)), axis=1)
 
 
-def _signed(bits: int) -> int:
+@functools.lru_cache(maxsize=1024)
+def _of_zeros(count: int) -> int:
+    """The checksum of so many zero bytes, as a signed number."""
+    bits = zlib.crc32(bytes(count))
     return bits - (1 << 32) if bits >> 31 else bits

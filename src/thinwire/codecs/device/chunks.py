@@ -13,13 +13,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.codecs.layout import Group, Piece, cut_grids
+from thinwire.codecs.layout import Grid, Group, Piece, cut_grids
 
 ENTRIES = 1 << 24  # of a chunk: 64 MB in float32
 
@@ -128,17 +129,28 @@ class Chunk:
 def chunks_of(group: Group, entries: int) -> tuple[Chunk, ...]:
     """The blocks of a group in chunks of at most so many entries (or one block)."""
     room = max(1, entries // group.L)
-    widths: dict[int, list[Piece]] = {}
-    for piece in cut_grids(group.grids, room):
-        widths.setdefault(piece.x, []).append(piece)
+    wide = [grid for grid in group.grids if grid.X > room]
+    found = [[piece] for piece in cut_grids(wide, room)]  # parts of rows of blocks
+    for x, places in alike([grid.X for grid in group.grids]):
+        if x <= room:
+            found += _filled([group.grids[n] for n in places], room // x)
+    return tuple(Chunk(tuple(pieces)) for pieces in found)
+
+
+def _filled(grids: Sequence[Grid], rows: int) -> list[list[Piece]]:
+    """Tensors with equally many blocks in a row, one below the other, cut after every so many rows of blocks."""
     found: list[list[Piece]] = []
-    for pieces in widths.values():
-        found.append([])
-        for piece in pieces:
-            if sum(p.blocks for p in found[-1]) + piece.blocks > room:
+    free = 0
+    for grid in grids:
+        y = 0
+        while y < grid.Y:
+            if not free:
                 found.append([])
-            found[-1].append(piece)
-    return tuple(Chunk(tuple(pieces)) for pieces in found if pieces)
+                free = rows
+            take = min(free, grid.Y - y)
+            found[-1].append(Piece(grid, y, y + take, 0, grid.X, grid.first + y * grid.X))
+            y, free = y + take, free - take
+    return found
 
 
 def in_order(chunks: Sequence[Chunk], rows: Sequence[Tensor]) -> Tensor:
@@ -152,6 +164,14 @@ def in_order(chunks: Sequence[Chunk], rows: Sequence[Tensor]) -> Tensor:
 def _order(chunks: tuple[Chunk, ...], device: torch.device) -> Tensor | None:
     numbers = np.concatenate([chunk._numbers for chunk in chunks])
     return None if (np.diff(numbers) == 1).all() else torch.from_numpy(np.argsort(numbers)).to(device)
+
+
+def alike(settings: Sequence[Any]) -> list[tuple[Any, list[int]]]:
+    """Which tensors have the same settings, by their places: those of each kind are worked on together."""
+    found: dict[Any, list[int]] = {}
+    for n, setting in enumerate(settings):
+        found.setdefault(setting, []).append(n)
+    return list(found.items())
 
 
 # --- Sums per tensor ---------------------------------------------------------------------------------------------------------

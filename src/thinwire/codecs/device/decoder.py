@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from thinwire.codecs.base import Messages
 from thinwire.codecs.decoder import Received
 from thinwire.codecs.device import chunks as limits
 from thinwire.codecs.device.bits import number, table
 from thinwire.codecs.device.chunks import Chunk, chunks_of, sums_of
-from thinwire.codecs.device.indices import read_indices
+from thinwire.codecs.device.indices import bad_index_padding, read_indices
 from thinwire.codecs.device.means import Merge, factors
 from thinwire.codecs.device.positions import positions
 from thinwire.codecs.device.values import format_of, runs_of
@@ -125,7 +126,8 @@ class DeviceReceived(Received):
                 code = self._raw[:, section.start : section.middle]
                 indices, odd = read_indices(section.code, code, section.blocks, start, stop)
                 found.append(indices.to(kind))
-                wrong.append(odd)
+                wrong += odd
+            wrong += bad_index_padding(section.code, self._raw[:, section.start : section.middle], section.blocks)
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def _check_values(self, wrong: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -167,11 +169,11 @@ class DeviceReceived(Received):
         values = chunk.of_blocks(self._sent[number], 1)
         if places is None:
             return self._merge_of.columns(values.flatten(1)).view(chunk.blocks, L)
-        at = chunk.of_blocks(places, 1).long()
+        at = chunk.of_blocks(places, 1)
         if not self.chain.selection.indexed:
             means = self._merge_of.columns(values.flatten(1)).view(chunk.blocks, -1)
             return torch.zeros((chunk.blocks, L), device=self.device).scatter_(1, at[0], means)
-        at = at + L * torch.arange(chunk.blocks, device=self.device)[:, None]
+        at = at + torch.arange(0, chunk.blocks * L, L, device=self.device)[:, None]  # int64
         return self._merge_of.entries(at.flatten(1), values.flatten(1), chunk.blocks * L).view(chunk.blocks, L)
 
     def _chunks(self, group: Group) -> tuple[Chunk, ...]:
@@ -231,8 +233,8 @@ class DeviceReceived(Received):
         found = torch.zeros(len(layout.shapes), dtype=torch.float64, device=self.device)
         for n, group in enumerate(layout.groups):
             chunks = self._chunks(group)
-            sums = [self._mean_blocks(n, chunk).double().square().sum(1) for chunk in chunks]
-            per_tensor = sums_of(limits.in_order(chunks, sums), tuple(grid.blocks for grid in group.grids))
+            norms = [vector_norm(self._mean_blocks(n, chunk), dim=1, dtype=torch.float64) for chunk in chunks]
+            per_tensor = sums_of(limits.in_order(chunks, norms).square_(), tuple(grid.blocks for grid in group.grids))
             found.index_copy_(0, table(tuple(grid.index for grid in group.grids), torch.int64, self.device), per_tensor)
         if layout.dense:
             per_tensor = sums_of(self._means_of_whole().double().square(), self._lengths_of_whole())

@@ -16,7 +16,7 @@ from thinwire.codecs.base import Messages
 from thinwire.codecs.device import chunks as limits
 from thinwire.codecs.device.bits import table
 from thinwire.codecs.device.checksum import crc32
-from thinwire.codecs.device.chunks import Chunk, chunks_of, in_order
+from thinwire.codecs.device.chunks import Chunk, alike, chunks_of, in_order
 from thinwire.codecs.device.decoder import DeviceReceived
 from thinwire.codecs.device.indices import write_indices
 from thinwire.codecs.device.positions import largest, positions
@@ -60,7 +60,7 @@ class DeviceEncoded(Encoded):
         dense = [slots[i] for i in self._plan.layout.dense]
         taken = self.dense.split([slot.numel() for slot in dense]) if dense else ()
         views = [part.view(slot.shape) for part, slot in zip(taken, dense, strict=True)]
-        for alpha, some in _alike([scale[i] for i in self._plan.layout.dense]):
+        for alpha, some in alike([scale[i] for i in self._plan.layout.dense]):
             torch._foreach_sub_([dense[n] for n in some], [views[n] for n in some], alpha=alpha)
 
     def each(self, tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> Iterator[Any]:
@@ -108,13 +108,18 @@ def _accumulate_whole(
     scale: Sequence[float],
 ) -> None:
     """The same of tensors that are sent whole."""
-    whole = [tensors[i].detach() for i in dense]
+    whole = _some(tensors, dense)
     _blend([slots[i] for i in dense], whole, [decay[i] for i in dense], [scale[i] for i in dense])
 
 
 def _joined(chunk: Chunk, tensors: Sequence[Tensor] | Made) -> Tensor:
     """The matrix of a chunk of these tensors."""
-    return chunk.joined([piece_of(tensors, piece) for piece in chunk.pieces])
+    made = isinstance(tensors, Made)
+    return chunk.joined(tensors.pieces(chunk.pieces) if made else [piece_of(tensors, piece) for piece in chunk.pieces])
+
+
+def _some(tensors: Sequence[Tensor] | Made, numbers: Sequence[int]) -> list[Tensor]:
+    return tensors.several(numbers) if isinstance(tensors, Made) else [tensors[i].detach() for i in numbers]
 
 
 def _of_slots(chunk: Chunk, slots: Sequence[Tensor]) -> list[Tensor]:
@@ -135,21 +140,13 @@ def _transformed(chain: Stages, chunk: Chunk, matrix: Tensor, round: int) -> Ten
 
 def _blend(outs: list[Tensor], parts: list[Tensor], decay: Sequence[float], scale: Sequence[float]) -> None:
     """Out <- decay * out + scale * part; what `out` held does not matter where decay is 0."""
-    for (d, s), some in _alike(list(zip(decay, scale, strict=True))):
+    for (d, s), some in alike(list(zip(decay, scale, strict=True))):
         out, part = [outs[n] for n in some], [parts[n] for n in some]
         if d:
             torch._foreach_mul_(out, d)
             torch._foreach_add_(out, part, alpha=s)
         else:
             torch._foreach_copy_(out, torch._foreach_mul(part, s))
-
-
-def _alike(settings: Sequence[Any]) -> list[tuple[Any, list[int]]]:
-    """Which tensors have the same settings: those of each kind are worked on together."""
-    found: dict[Any, list[int]] = {}
-    for n, setting in enumerate(settings):
-        found.setdefault(setting, []).append(n)
-    return list(found.items())
 
 
 # --- The message -------------------------------------------------------------------------------------------------------------
@@ -200,7 +197,7 @@ def _encode(
 ) -> DeviceEncoded:
     device = (tensors.sources[0] if isinstance(tensors, Made) else tensors)[0].device
     kept = [_keep(chain, group, coefficients, round, device) for group in plan.layout.groups]
-    dense = [tensors[i].detach().reshape(-1) for i in plan.layout.dense]
+    dense = [t.reshape(-1) for t in _some(tensors, plan.layout.dense)] if plan.layout.dense else []
     whole = torch.cat(dense).float() if dense else torch.empty(0, device=device)
     written, read = _written(chain, plan, kept, whole)
     body = torch.cat(written) if written else torch.empty(0, dtype=torch.uint8, device=device)

@@ -7,15 +7,15 @@ are opened on the host one by one, which says what is wrong and decides.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs.device.backend import off_host
-from thinwire.codecs.device.bits import aligned, numbers
+from thinwire.codecs.device.bits import aligned, table
 from thinwire.codecs.device.checksum import crc32
-from thinwire.codecs.wire import HEADER_NBYTES, INVALID, MISSING, PART_NBYTES, Envelope, envelope_header, unseal
+from thinwire.codecs.wire import HEADER_NBYTES, INVALID, MISSING, PART_NBYTES, Envelope, envelope_header, seal, unseal
 from thinwire.payload import Payload
 
 Frame = tuple[int, int]  # where a part begins and ends in a body
@@ -57,7 +57,7 @@ def open_all(raw: Tensor, senders: Sequence[int], frames: Sequence[Frame], *, fi
     wrong = [first != wanted[0][0], flags > (INVALID | MISSING), ~(weights.isfinite() & (weights >= 0))]
     # The fingerprint, the round and the length are the same in all of them; the hash of the state may be anything.
     wrong += [words[:, nth] != wanted[nth][0] for nth in (1, 2, 5)]
-    wrong.append(words[:, 3] != numbers(list(wanted[3]), torch.int64, raw.device))
+    wrong.append(words[:, 3] != table(tuple(wanted[3]), torch.int64, raw.device))
     wrong.append(_damaged(raw, [(0, HEADER_NBYTES, HEADER_NBYTES)]))
     body = raw[:, HEADER_NBYTES:]
     for start, stop in frames:
@@ -65,6 +65,15 @@ def open_all(raw: Tensor, senders: Sequence[int], frames: Sequence[Frame], *, fi
         wrong.append(length != stop - start - PART_NBYTES)
     wrong.append(_damaged(body, [(start, start + PART_NBYTES, stop) for start, stop in frames]))
     return Opened(torch.stack(wrong).any(0), flags, weights, words[:, 4])
+
+
+def seal_unless(
+    invalid: Tensor, body: Payload, envelope: Envelope, *, fingerprint: int, round: int, parts: int
+) -> Payload:
+    """`wire.seal`, as an invalid contribution where a flag on the device (0-d) says so, which nobody looks at."""
+    how = {"fingerprint": fingerprint, "round": round, "parts": parts}
+    valid, refused = (seal(body, replace(envelope, invalid=flag), **how) for flag in (False, True))
+    return valid.like(torch.where(invalid, refused.data, valid.data))
 
 
 def _damaged(raw: Tensor, stretches: Sequence[tuple[int, int, int]]) -> Tensor:

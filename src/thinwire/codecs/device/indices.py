@@ -22,7 +22,7 @@ def write_indices(code: IndexCode, indices: Tensor) -> Tensor:
     return torch.cat([rows, pack((indices & ((1 << code.low) - 1)).view(-1), code.low)]) if code.low else rows
 
 
-def read_indices(code: IndexCode, raw: Tensor, n: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+def read_indices(code: IndexCode, raw: Tensor, n: int, start: int, stop: int) -> tuple[Tensor, list[Tensor]]:
     """Sets `start` to `stop` of n in several messages.
 
     Args:
@@ -33,13 +33,13 @@ def read_indices(code: IndexCode, raw: Tensor, n: int, start: int, stop: int) ->
         stop: the first not to read.
 
     Returns:
-        int64 [messages, stop - start, k], within a block in any case; and which messages are not sound, [messages].
+        int32 [messages, stop - start, k], within a block in any case; and flags, [messages] each, any of which tells that a
+        message is not sound. `bad_index_padding` tells the rest.
     """
-    shape = (len(raw), stop - start, code.k)
-    wrong: list[Tensor | None] = []
+    shape, first, last = (len(raw), stop - start, code.k), start * code.k, stop * code.k
+    wrong: list[Tensor] = []
     if isinstance(code, Packed):
-        indices = unpack(raw, n * code.k, code.width, start * code.k, stop * code.k).long().view(shape)
-        wrong.append(bad_padding(raw, n * code.k, code.width))
+        indices = unpack(raw, n * code.k, code.width, first, last).int().view(shape)
     elif isinstance(code, Bitmap):
         indices, odd = _read_rows(code, raw, start, stop)
         wrong.append(odd)
@@ -47,17 +47,25 @@ def read_indices(code: IndexCode, raw: Tensor, n: int, start: int, stop: int) ->
         assert isinstance(code, EliasFano)
         middle = code._row.nbytes(n)
         indices, odd = _read_rows(code._row, raw[:, :middle], start, stop)
-        indices = indices - torch.arange(code.k, device=raw.device)
         wrong.append(odd)
+        indices -= torch.arange(code.k, dtype=torch.int32, device=raw.device)
         if code.low:
-            low = unpack(raw[:, middle:], n * code.k, code.low, start * code.k, stop * code.k).view(shape)
-            indices = indices << code.low | low
-            wrong.append(bad_padding(raw[:, middle:], n * code.k, code.low))
+            low = unpack(raw[:, middle:], n * code.k, code.low, first, last).view(shape)
+            indices = indices.bitwise_left_shift_(code.low).bitwise_or_(low)
     wrong.append((indices[..., -1] >= code.L).any(1))
     if code.k > 1:
         wrong.append((indices[..., 1:] <= indices[..., :-1]).flatten(1).any(1))
-    found = [flag for flag in wrong if flag is not None]
-    return indices.clamp(0, code.L - 1), torch.stack(found).any(0)
+    return indices.clamp_(0, code.L - 1), wrong
+
+
+def bad_index_padding(code: IndexCode, raw: Tensor, n: int) -> list[Tensor]:
+    """Flags of messages [messages, nbytes] whose packed numbers are filled up with something else than zeros, or none."""
+    found = None
+    if isinstance(code, Packed):
+        found = bad_padding(raw, n * code.k, code.width)
+    elif isinstance(code, EliasFano):
+        found = bad_padding(raw[:, code._row.nbytes(n) :], n * code.k, code.low)
+    return [] if found is None else [found]
 
 
 def _write_rows(code: Bitmap, places: Tensor) -> Tensor:
@@ -77,4 +85,4 @@ def _read_rows(code: Bitmap, raw: Tensor, start: int, stop: int) -> tuple[Tensor
     # A bit in the padding makes the count of the others too low; the last count tells that there are too many.
     wrong = (seen[..., code.L - 1] != code.k) | (seen[..., -1] != code.k)
     nth = torch.arange(1, code.k + 1, dtype=kind, device=raw.device).expand(messages, stop - start, code.k)
-    return torch.searchsorted(seen, nth.contiguous()), wrong.any(1)
+    return torch.searchsorted(seen, nth.contiguous(), out_int32=True), wrong.any(1)

@@ -38,6 +38,7 @@ class Merge:
         self.mean, self.workers, self.device = mean, len(weights), device
         self.weights = None if (weights == 1).all() else numbers(weights.tolist(), torch.float32, device)
         self.total = number(float(weights.sum()), torch.float32, device)
+        self.one, self.nothing = number(1, torch.float32, device), numbers([-0.0, 0.0], torch.float32, device)
 
     def columns(self, values: Tensor) -> Tensor:
         """Means [m] of entries that every worker sent, [workers, m]."""
@@ -60,17 +61,16 @@ class Merge:
         """
         if self.mean.trimmed:
             return self._trimmed(places, values, size)
-        share = number(1, torch.float32, self.device).expand(values.shape)
+        share = self.one.expand(values.shape)
         if self.weights is not None:
             values = values * self.weights[:, None]
             share = self.weights[:, None].expand(values.shape) if self.mean.over == "senders" else share
         # Beside each sum what it is divided by, or how many sent it. To -0 anything can be added without a change.
-        sums = table((-0.0, 0.0), torch.float32, self.device).expand(size, 2).contiguous()
+        sums = self.nothing.expand(size, 2).contiguous()
         for at, row in zip(places, torch.stack([values, share], 2), strict=True):
             sums.index_copy_(0, at, sums.index_select(0, at).add_(row))
         found, senders = sums.unbind(1)
-        means = found / (senders if self.mean.over == "senders" else self.total)
-        return torch.where(senders > 0, means, number(0, torch.float32, self.device))
+        return (found / (senders if self.mean.over == "senders" else self.total)).masked_fill_(senders <= 0, 0)
 
     def _middle(self, rows: Tensor) -> Tensor:
         """The mean of rows, added one after the other."""
@@ -90,4 +90,4 @@ class Merge:
         total = torch.zeros(size, device=self.device)
         for nth, row in enumerate(rows):
             total += row.masked_fill_((nth < cuts) | (nth >= senders - cuts), 0)
-        return torch.where(senders > 0, total / (senders - 2 * cuts), number(0, torch.float32, self.device))
+        return (total / (senders - 2 * cuts)).masked_fill_(senders == 0, 0)

@@ -70,7 +70,7 @@ class DecoupledDiLoCo(Wrapper):
     name = "decoupled-diloco"
     synced = frozenset({"param"})
     replicated = frozenset({"anchor", "velocity"})
-    takes_schedules = True
+    takes_schedules = rounds_leave_inner = True
 
     def __init__(
         self,

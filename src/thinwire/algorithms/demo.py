@@ -136,13 +136,19 @@ class DeMo(Algorithm):
         groups, self._g, self._clip = self.groups(), self.gradients(), 1.0
         if any(group["phi"] == "adam" and "m" not in self.state[p] for p, group in zip(self._active, groups, strict=True)):
             raise ConfigError("phi = adam needs moments from the start: give it to the constructor or to add_param_group")
-        self.engine.invalid_next = not self.gradients_finite()
-        if self.engine.invalid_next:
+        if self.engine.deferred is not None:
+            self.engine.deferred.send_if_finite(self)
+        else:
+            self.engine.invalid_next = not self.gradients_finite()
+        if self.engine.invalid_next is True:
             return
-        self._clip = self.clip_factor(self.clip_norm)
-        if self.whiten:
-            for count in self.slot("own_count"):
-                count.add_(1)
+        self._clip = self.clip_gradients(self._g, self.clip_norm)
+        for count in self.slot("own_count"):
+            count.add_(1)
+
+    def changed_by_sending(self) -> list[Tensor]:
+        """Momentum, and what whitens: the gradient is in them before it is known what becomes of the round."""
+        return [*self.slot("momentum"), *self.slot("own_v")]
 
     def send(self) -> Outgoing:
         """Add the gradient to the momentum, and send the fast part: m_i <- beta m_i + s g_i;  q_i <- C(m_i)."""

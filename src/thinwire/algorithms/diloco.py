@@ -65,6 +65,7 @@ class DiLoCo(Wrapper):
     name = "diloco"
     synced = frozenset({"param"})
     replicated = frozenset({"anchor", "momentum"})
+    rounds_leave_inner = True
     takes_schedules = True
 
     def __init__(
@@ -103,10 +104,6 @@ class DiLoCo(Wrapper):
     def wants(self, slot: str, group: Mapping[str, Any]) -> bool:  # noqa: ARG002
         """A residual is kept only with feedback."""
         return slot != "residual" or self.feedback > 0
-
-    def inner_in_rounds(self) -> list[Mapping[Tensor, dict[str, Any]]]:
-        """None: rounds do not change it."""
-        return []
 
     def send(self) -> Outgoing:
         """How far this worker went."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Unpack
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.codecs import Codec
@@ -49,6 +48,7 @@ class LocalSGD(Wrapper):
     name = "local-sgd"
     synced = frozenset({"param"})
     replicated = frozenset({"anchor"})
+    rounds_leave_inner = True
 
     def __init__(
         self,
@@ -70,10 +70,6 @@ class LocalSGD(Wrapper):
                     f"LocalSGD sends parameters themselves, so {self.codecs!r} would round {p.dtype} weights at every round: "
                     "use a dense codec at least as wide, or DiLoCo(outer_lr=1, outer_momentum=0), which sends differences"
                 )
-
-    def inner_in_rounds(self) -> list[Mapping[Tensor, dict[str, Any]]]:
-        """None: rounds do not change it."""
-        return []
 
     def send(self) -> Outgoing:
         """The parameters."""

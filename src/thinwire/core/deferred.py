@@ -28,18 +28,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.codecs.dense import Dense
-from thinwire.core.exchange import Exchange, Reduced, post, refusal
+from thinwire.core.exchange import Exchange, post
+from thinwire.core.on_device import OnDevice, kind_on_device
 from thinwire.core.outgoing import Arrived, Outgoing
-from thinwire.errors import LinkError
-from thinwire.links.base import Peers
-from thinwire.payload import Payload, finite_flag
+from thinwire.errors import LinkError, RoundAborted, WireError
 from thinwire.sharding.shards import local
 
 if TYPE_CHECKING:
+    from thinwire.core.optimizer import Algorithm
     from thinwire.core.rounds import InFlight, RoundEngine
     from thinwire.core.wrapper import Wrapper
-    from thinwire.network import Op
+
+_Act = Callable[[list[float]], None]
 
 log = logging.getLogger("thinwire")
 
@@ -137,44 +137,6 @@ def _kept(value: Any) -> Any:
     return value
 
 
-class ReducedOnDevice(Reduced):
-    """A dense message that is averaged on the wire, and whose gate nobody looks at.
-
-    Attributes:
-        verdict: once it has arrived: the status number of each worker, whether the mean is not finite, whether any shard of this
-            worker refuses it.
-    """
-
-    verdict: Tensor
-
-    def _encoded(self, largest: float) -> tuple[Payload, Any]:
-        out, codec = self.outgoing, self.codec
-        body = codec.encode(out.tensors, round=self.round, spare=self.spare)
-        finite = finite_flag([body.data], largest)
-        invalid = torch.zeros((), dtype=torch.bool, device=body.data.device) if finite is None else ~finite
-        if out.want_sent:  # decoded from a copy: the link reduces into the payload's own buffer
-            copy = body.like(body.data[: body.data.numel() - self.spare].clone())
-            self.sent = codec.decode(copy, out.tensors, round=self.round)
-        return body, invalid if out.invalid is None else invalid | out.invalid
-
-    def _message(self, body: Payload, invalid: Any) -> tuple[Payload, Op]:
-        data = body.data
-        data.masked_fill_(invalid, 0)
-        data[data.numel() - self.spare + self.peers.rank] = invalid.to(data.dtype)
-        return body, "mean"
-
-    def read(self, payloads: list[Payload]) -> Arrived:
-        """What arrived, and on the device whether it is refused."""
-        data, spare = payloads[0].data, self.spare
-        finite = finite_flag([data])
-        assert finite is not None
-        told = torch.cat([data[data.numel() - spare :].float(), (~finite).float().reshape(1)])
-        refused = self.any_shard((told != 0).any())
-        self.verdict = torch.cat([told, refused.float().reshape(1)])
-        mean = self.codec.decode(payloads[0].like(data[: data.numel() - spare]), self.like, round=self.round)
-        return self._arrived(self.peers.expected, _mean=mean, refused=refused)
-
-
 class DeviceGate:
     """What was decided on the device, and is read at the next step.
 
@@ -185,8 +147,9 @@ class DeviceGate:
     def __init__(self, engine: RoundEngine):
         """Nothing is to be read."""
         self.engine = engine
-        self._decided: list[tuple[Tensor, Callable[[list[float]], None]]] = []  # at the step at hand
-        self._sent: tuple[Later, list[tuple[int, Callable[[list[float]], None]]]] | None = None
+        # Numbers, of which the last one says whether to go back; what to go back to on the host; and what to do then.
+        self._decided: list[tuple[Tensor, HostValues, _Act]] = []  # at the step at hand
+        self._sent: tuple[Later, list[tuple[int, HostValues, _Act]]] | None = None
 
     @classmethod
     def of(cls, engine: RoundEngine) -> Self | None:
@@ -197,14 +160,11 @@ class DeviceGate:
 
     # --- Reading ---------------------------------------------------------------------------------------------------------
 
-    def _read_later(self, numbers: Tensor, then: Callable[[list[float]], None]) -> None:
-        self._decided.append((numbers, then))
-
     def hand_over(self) -> None:
         """At the end of a step: begin to copy what was decided in it, all in one."""
         if self._decided:
-            lengths = [(numbers.numel(), then) for numbers, then in self._decided]
-            self._sent = Later(torch.cat([numbers for numbers, _ in self._decided])), lengths
+            lengths = [(numbers.numel(), kept, act) for numbers, kept, act in self._decided]
+            self._sent = Later(torch.cat([numbers for numbers, _, _ in self._decided])), lengths
             self._decided = []
 
     def settle(self) -> bool:
@@ -217,10 +177,15 @@ class DeviceGate:
         if self._sent is None:
             return False
         (later, lengths), self._sent = self._sent, None
-        numbers, aborted = later.read(), self.engine.aborted
-        for length, then in lengths:
-            then(numbers[:length])
+        numbers, aborted, refused = later.read(), self.engine.aborted, []
+        for length, kept, act in lengths:
+            if numbers[length - 1]:
+                refused.append((numbers[:length], kept, act))
             numbers = numbers[length:]
+        for _, kept, _ in reversed(refused):
+            kept.restore()
+        for told, _, act in refused:
+            act(told)
         return self.engine.aborted > aborted
 
     def settle_alone(self) -> None:
@@ -254,45 +219,51 @@ class DeviceGate:
             before.unless(invalid)
         if self.engine.policy.on_nonfinite == "raise":  # all raise together in the next round
             self.engine.invalid_next = self.engine.invalid_next | invalid
-        self._read_later(invalid.float().reshape(1), partial(self._local_step_read, kept, number))
+        self._decided.append((invalid.float().reshape(1), kept, partial(self._step_was_skipped, number)))
 
-    def _local_step_read(self, kept: HostValues, number: int, decided: list[float]) -> None:
-        if decided[0]:
-            kept.restore()
-            log.warning("rank %d, step %d: NaN or Inf in the gradient, local step skipped", self.engine.opt.peers.id, number)
+    def _step_was_skipped(self, number: int, _: list[float]) -> None:
+        log.warning("rank %d, step %d: NaN or Inf in the gradient, local step skipped", self.engine.opt.peers.id, number)
+
+    def send_if_finite(self, opt: Algorithm) -> None:
+        """For methods that send gradients: where this worker's are not finite, its message says so, and counts are put right."""
+        invalid = self.engine.invalid_next = ~opt.finite_gradients()
+        self._decided.append((invalid.float().reshape(1), HostValues([], opt.own_state), lambda _: None))
 
     # --- Rounds ----------------------------------------------------------------------------------------------------------
 
     def post(self, outgoing: Outgoing, **how: Any) -> Exchange:
         """Put a message on its way; one whose gate stays on the device where its codec allows it."""
-        link, codec = self.engine.opt.link, outgoing.codec
-        if not (isinstance(codec, Dense) and codec.linear and outgoing.weight is None and outgoing.slots is None):
-            return post(link, outgoing, **how)
-        return ReducedOnDevice(link, outgoing, **(how | {"any_shard": self.engine.opt.shards.any_on_device}))
+        opt = self.engine.opt
+        kind = kind_on_device(outgoing)
+        if kind is None:
+            return post(opt.link, outgoing, **how)
+        before = Selected(opt.changed_by_sending())
+        exchange = kind(opt.link, outgoing, **(how | {"any_shard": opt.shards.any_on_device}))
+        before.unless(exchange.invalid)
+        return exchange
 
     def apply(self, flight: InFlight, arrived: Arrived) -> None:
         """Apply a round, and take it back on the device where it is refused."""
         opt, exchange = self.engine.opt, flight.exchange
-        assert isinstance(exchange, ReducedOnDevice) and arrived.refused is not None
-        verdict, peers, synced = exchange.verdict, exchange.peers, opt.steps - opt.pending_steps
+        assert isinstance(exchange, OnDevice) and arrived.refused is not None
+        told, synced = partial(exchange.refusal_of, flight.number, exchange.peers), opt.steps - opt.pending_steps
         states = [opt.own_state, *opt.inner_in_rounds()]
         before = Selected(_on_device(opt.params(), [entries for state in states for entries in state.values()]))
         kept = HostValues(opt.param_groups, *states)
+        self._decided.append((exchange.verdict, kept, partial(self._round_was_refused, flight, told, synced)))
         self.engine.apply(flight, replace(arrived, refused=None))
         before.unless(arrived.refused)
         kept.settle()
-        self._read_later(verdict, partial(self._round_read, flight, peers, kept, synced))
 
-    def _round_read(self, flight: InFlight, peers: Peers, kept: HostValues, synced: int, verdict: list[float]) -> None:
-        *numbers, overflow, refused = verdict
-        if not refused:
-            return
-        culprits = [peers.expected[place] for place, number in enumerate(numbers) if number != 0]
-        kept.restore()
+    def _round_was_refused(
+        self, flight: InFlight, told: Callable[[list[float]], RoundAborted | WireError], synced: int, verdict: list[float]
+    ) -> None:
         self.engine.opt.set_counter("thinwire_synced", synced)
         self.engine.begin(flight)
-        found = refusal(flight.number, peers, culprits or ([-1] if overflow else []))
-        self.engine.refuse(found, number=flight.number, step=flight.step)
+        refusal = told(verdict)
+        if isinstance(refusal, WireError):
+            raise refusal
+        self.engine.refuse(refusal, number=flight.number, step=flight.step)
 
 
 def _on_device(params: Iterable[Tensor], states: Iterable[Mapping[str, Any]]) -> Iterable[Tensor]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from thinwire.codecs.made import Made
 from thinwire.codecs.parts import frames_of
 from thinwire.codecs.wire import PART_NBYTES, Envelope, fingerprint, read_flags, seal
 from thinwire.core.outgoing import Arrived, Outgoing
-from thinwire.errors import NonFiniteRound, WireError, check_whole_number
+from thinwire.errors import DamagedRound, NonFiniteRound, WireError, check_whole_number
 from thinwire.links.base import Link, Peers
 from thinwire.network import Op
 from thinwire.payload import Payload, all_finite, zero_invalid_
@@ -223,6 +223,22 @@ def refusal(round: int, peers: Peers, culprits: list[int], pair: tuple[int, ...]
         reason = f"NaN or Inf in the contribution of {', '.join(f'rank {r}' for r in named)}"
     together = f"on all {peers.size} workers" if pair is None else f"by rank {' and rank '.join(map(str, pair))}"
     return NonFiniteRound(f"round {round} refused {together}: {reason}", culprits=named)
+
+
+def damaged(round: int, failed: Sequence[int | None], size: int, error: WireError | None) -> DamagedRound | WireError:
+    """What a round is refused with whose messages some workers could not read.
+
+    Args:
+        round: its number.
+        failed: those workers. Where all of them could not, a message was wrong when it was sent; else it was damaged on the way.
+        size: how many workers there are.
+        error: what this worker found.
+    """
+    names = ", ".join(f"rank {r}" for r in failed)
+    what = f"round {round} refused on all {size} workers: {names} could not read the messages"
+    if len(failed) == size and error is not None:
+        return error
+    return DamagedRound(f"{what} ({error})" if error is not None else what)
 
 
 class Reduced(Exchange):

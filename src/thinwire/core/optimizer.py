@@ -143,6 +143,10 @@ class Algorithm(JoiningOptimizer, Reporting):
             if name not in self.replicated:
                 zero_invalid_(self.slot(name))
 
+    def changed_by_sending(self) -> list[Tensor]:
+        """What making a message changes, though the round may yet be refused; nothing for most."""
+        return []
+
     def inner_in_rounds(self) -> list[Mapping[Tensor, dict[str, Any]]]:
         """State of an inner optimizer that `apply` may change, by parameter; there is none without one."""
         return []

@@ -30,14 +30,14 @@ from torch import Tensor
 
 from thinwire.core import gates
 from thinwire.core.deferred import DeviceGate
-from thinwire.core.exchange import Exchange, Gathered, post
+from thinwire.core.exchange import Exchange, Gathered, damaged, post
 from thinwire.core.hashing import hash_each
 from thinwire.core.outgoing import Arrived
 from thinwire.core.policy import Policy
 from thinwire.core.refusals import Refusals
 from thinwire.core.replicas import compare_replicas, resync
 from thinwire.core.resend import Resend
-from thinwire.errors import ConfigError, DamagedRound, Diverged, NonFiniteRound, RoundAborted, WireError
+from thinwire.errors import ConfigError, Diverged, NonFiniteRound, RoundAborted, WireError
 from thinwire.links.base import Peers
 from thinwire.payload import LARGEST, Payload, all_finite
 
@@ -252,7 +252,8 @@ class RoundEngine:
             arrived = exchange.wait()
         except (WireError, NonFiniteRound) as found:
             problem = found
-        if isinstance(exchange, Gathered) and not self.opt.in_pairs and exchange.peers.size > 1:
+        voted = arrived is not None and arrived.refused is not None  # on the device
+        if isinstance(exchange, Gathered) and not voted and not self.opt.in_pairs and exchange.peers.size > 1:
             self._vote(flight.number, problem if isinstance(problem, WireError) else None)
         if problem is not None:
             raise problem
@@ -271,9 +272,7 @@ class RoundEngine:
         told = self.opt.link.all_gather(ballot)
         failed = [p.sender for p in told if p.to_bytes() != b"\x00"]
         if failed and len(failed) < len(told):
-            names = ", ".join(f"rank {r}" for r in failed)
-            what = f"round {number} refused on all {len(told)} workers: {names} could not read the messages"
-            raise DamagedRound(f"{what} ({error})" if error is not None else what) from error
+            raise damaged(number, failed, len(told), error) from error
 
     def _after(self, number: int) -> None:
         """What comes after a round that was applied: buffers, and the divergence alarm."""

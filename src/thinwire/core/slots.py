@@ -161,6 +161,14 @@ class SlotOptimizer(Optimizer):
         (square,) = self.shards.totals([float(norm) ** 2])
         return min(1.0, max_norm / (math.sqrt(square) + 1e-6))
 
+    def clip_gradients(self, grads: list[Tensor], max_norm: float) -> float:
+        """`clip_factor` for those who need a number; off the CPU the gradients are clipped in place instead, and it is 1."""
+        factor = self.clip_factor(max_norm)
+        if isinstance(factor, Tensor):
+            torch._foreach_mul_(grads, factor)
+            return 1.0
+        return factor
+
     # --- Parameter groups ------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

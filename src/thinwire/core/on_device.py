@@ -1,0 +1,171 @@
+"""Exchanges whose gates stay on the device: what arrives, and whether it is refused, are tensors that nobody has looked at.
+
+They send the messages that those of `exchange` send and refuse the rounds that those refuse; `deferred` reads their verdict when
+the next step begins. Who could not read the messages of others tells so in a byte that travels from device to device too.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.base import Messages
+from thinwire.codecs.chain import Chain, Stage
+from thinwire.codecs.dense import Dense
+from thinwire.codecs.device.backend import on_device
+from thinwire.codecs.device.decoder import DeviceReceived
+from thinwire.codecs.device.envelope import open_all
+from thinwire.codecs.wire import HEADER_NBYTES, seal
+from thinwire.core.exchange import Exchange, Gathered, Reduced, damaged, refusal
+from thinwire.core.outgoing import Arrived, Outgoing
+from thinwire.errors import RoundAborted, WireError
+from thinwire.links.base import Link, Peers
+from thinwire.network import Op
+from thinwire.payload import Payload, finite_flag
+
+
+class OnDevice(Exchange):
+    """A message in flight, on a device.
+
+    Attributes:
+        invalid: whether this worker's contribution is invalid, 0-d.
+        verdict: once the messages have arrived: what `refusal_of` reads; the last number says whether the round is refused.
+    """
+
+    invalid: Tensor
+    verdict: Tensor
+
+    @staticmethod
+    @abstractmethod
+    def refusal_of(number: int, peers: Peers, verdict: list[float]) -> RoundAborted | WireError:
+        """What a round was refused for, once its verdict was read."""
+
+    def _known_invalid(self, invalid: Tensor) -> Tensor:
+        """With what is said of the contribution in advance, and what other shards of this worker say of theirs."""
+        said = self.outgoing.invalid
+        self.invalid = self.any_shard(invalid if said is None or said is False else invalid | said)  # type: ignore[arg-type]
+        return self.invalid
+
+
+class ReducedOnDevice(OnDevice, Reduced):
+    """A dense message that is averaged on the wire."""
+
+    def _encoded(self, largest: float) -> tuple[Payload, Any]:
+        out, codec = self.outgoing, self.codec
+        body = codec.encode(out.tensors, round=self.round, spare=self.spare)
+        finite = finite_flag([body.data], largest)
+        assert finite is not None, "there is a status number at least"
+        if out.want_sent:  # decoded from a copy: the link reduces into the payload's own buffer
+            copy = body.like(body.data[: body.data.numel() - self.spare].clone())
+            self.sent = codec.decode(copy, out.tensors, round=self.round)
+        return body, ~finite
+
+    def _message(self, body: Payload, invalid: Any) -> tuple[Payload, Op]:
+        data, invalid = body.data, self._known_invalid(invalid)
+        data.masked_fill_(invalid, 0)
+        data[data.numel() - self.spare + self.peers.rank] = invalid.to(data.dtype)
+        return body, "mean"
+
+    def read(self, payloads: list[Payload]) -> Arrived:
+        """What arrived, and whether it is refused."""
+        data, spare = payloads[0].data, self.spare
+        finite = finite_flag([data])
+        assert finite is not None
+        told = torch.cat([data[data.numel() - spare :].float(), (~finite).float().reshape(1)])
+        refused: Any = self.any_shard((told != 0).any())  # type: ignore[arg-type]
+        self.verdict = torch.cat([told, refused.float().reshape(1)])
+        mean = self.codec.decode(payloads[0].like(data[: data.numel() - spare]), self.like, round=self.round)
+        return self._arrived(self.peers.expected, _mean=mean, refused=refused)
+
+    @staticmethod
+    def refusal_of(number: int, peers: Peers, verdict: list[float]) -> RoundAborted | WireError:
+        """Whose status number is raised, or that the sum is not finite."""
+        *numbers, overflow, _ = verdict
+        culprits = [peers.expected[place] for place, told in enumerate(numbers) if told != 0]
+        return refusal(number, peers, culprits or ([-1] if overflow else []))
+
+
+class GatheredOnDevice(OnDevice, Gathered):
+    """A message of a chain that all workers send to each other, of slots or of tensors that are made piece by piece."""
+
+    def __init__(self, link: Link, outgoing: Outgoing, **how: Any):
+        """Encode the message and post it."""
+        self.link = link
+        super().__init__(link, outgoing, **how)
+
+    def _encoded(self, largest: float) -> tuple[Payload, Any]:
+        out, chain = self.outgoing, Chain.of(self.codec)
+        if out.slots is not None:
+            looked = out.slots if out.invalid is None and out.scale is None else []
+            how = {"decay": out.decay, "scale": out.scale, "made": out.made}
+            encoded = chain.encode_slots(out.slots, out.tensors, round=self.round, **how)
+        else:
+            assert out.made is not None
+            looked = [t.detach() for source in out.made.sources for t in source]
+            encoded = chain.encode_tensors(out.made, round=self.round)
+        finite, told = torch.as_tensor(encoded.finite), finite_flag(looked, largest)
+        # Of slots, nothing of the model travels along: it is in them by now.
+        self.outgoing = replace(out, tensors=self.like, made=None if out.slots is not None else out.made)
+        self.codec, self.encoded = chain, encoded
+        return encoded.payload, ~finite if told is None else ~(finite & told)
+
+    def _message(self, body: Payload, invalid: Any) -> tuple[Payload, Op]:
+        """Both messages that may be sent are made, and one is chosen on the device."""
+        assert self._frames is not None, "those of a chain are known"
+        how = {"fingerprint": self._fingerprint, "round": self.round, "parts": len(self._frames)}
+        valid, refused = (seal(body, self._envelope(flag), **how) for flag in (False, True))
+        return valid.like(torch.where(self._known_invalid(invalid), refused.data, valid.data)), "gather"
+
+    def read(self, payloads: list[Payload]) -> Arrived:
+        """What arrived, and whether it is refused."""
+        ids = self.peers.expected
+        assert isinstance(self.codec, Chain) and self._frames is not None
+        if any(p.nbytes != self.posted.nbytes for p in payloads):  # a link brings messages of one length
+            raise WireError(f"messages of {[p.nbytes for p in payloads]} bytes, where all have {self.posted.nbytes}")
+        raw = torch.stack([p.data for p in payloads])
+        opened = open_all(raw, ids, self._frames, fingerprint=self._fingerprint, round=self.round)
+        bodies = [p.like(p.data[HEADER_NBYTES:]) for p in payloads]
+        messages = Messages(bodies, self.like, self.round, self.outgoing.mean, None, ids)
+        received = DeviceReceived(self.codec, self.codec.plan(self.like), messages, raises=False)
+        wrong = opened.wrong | received.wrong | (opened.weights != 1)
+        unread = self._told_all(wrong.any() & ~opened.invalid.any())
+        refused: Any = self.any_shard(opened.invalid.any() | unread.any() | ~received.safe)  # type: ignore[arg-type]
+        self.verdict = torch.cat([opened.invalid, wrong, unread, (~received.safe).reshape(1), refused.reshape(1)]).float()
+        return self._arrived(ids, _received=received, refused=refused)
+
+    def _told_all(self, unread: Tensor) -> Tensor:
+        """Which workers could not read the messages, [workers]: what one could not, no worker may apply."""
+        unread = self.any_shard(unread)  # type: ignore[arg-type, assignment]
+        if self.peers.size == 1:
+            return unread.reshape(1)
+        told = self.link.all_gather(Payload(unread.to(torch.uint8).reshape(1), purpose="vote"))
+        return torch.cat([p.data for p in told]) != 0
+
+    @staticmethod
+    def refusal_of(number: int, peers: Peers, verdict: list[float]) -> RoundAborted | WireError:
+        """Who says that its contribution is invalid, who could not read the messages, or that the sum could overflow."""
+        size, ids = peers.size, peers.expected
+        invalid, wrong, unread = ([ids[n] for n in range(size) if verdict[at + n]] for at in range(0, 3 * size, size))
+        if invalid:
+            return refusal(number, peers, invalid)
+        if unread:
+            return damaged(number, unread, size, WireError("a message that is not sound", rank=wrong[0]) if wrong else None)
+        return refusal(number, peers, [-1] if verdict[-2] else [])
+
+
+def kind_on_device(outgoing: Outgoing) -> type[ReducedOnDevice] | type[GatheredOnDevice] | None:
+    """The exchange of a message whose gate can stay on the device; None where the host has to look."""
+    codec = outgoing.codec
+    if outgoing.weight is not None or outgoing.pair is not None:
+        return None
+    if isinstance(codec, Dense) and codec.linear and outgoing.slots is None and outgoing.made is None:
+        return ReducedOnDevice
+    by_pieces = outgoing.slots is not None or outgoing.made is not None
+    if by_pieces and isinstance(codec, Chain | Stage) and not codec.linear:
+        here = (outgoing.slots or outgoing.tensors)[0].device
+        return GatheredOnDevice if on_device(Chain.of(codec), here) else None
+    return None

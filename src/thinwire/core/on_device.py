@@ -18,8 +18,8 @@ from thinwire.codecs.chain import Chain, Stage
 from thinwire.codecs.dense import Dense
 from thinwire.codecs.device.backend import on_device
 from thinwire.codecs.device.decoder import DeviceReceived
-from thinwire.codecs.device.envelope import open_all
-from thinwire.codecs.wire import HEADER_NBYTES, seal
+from thinwire.codecs.device.envelope import open_all, seal_unless
+from thinwire.codecs.wire import HEADER_NBYTES
 from thinwire.core.exchange import Exchange, Gathered, Reduced, damaged, refusal
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.errors import RoundAborted, WireError
@@ -114,11 +114,9 @@ class GatheredOnDevice(OnDevice, Gathered):
         return encoded.payload, ~finite if told is None else ~(finite & told)
 
     def _message(self, body: Payload, invalid: Any) -> tuple[Payload, Op]:
-        """Both messages that may be sent are made, and one is chosen on the device."""
         assert self._frames is not None, "those of a chain are known"
         how = {"fingerprint": self._fingerprint, "round": self.round, "parts": len(self._frames)}
-        valid, refused = (seal(body, self._envelope(flag), **how) for flag in (False, True))
-        return valid.like(torch.where(self._known_invalid(invalid), refused.data, valid.data)), "gather"
+        return seal_unless(self._known_invalid(invalid), body, self._envelope(invalid=False), **how), "gather"
 
     def read(self, payloads: list[Payload]) -> Arrived:
         """What arrived, and whether it is refused."""

@@ -27,12 +27,14 @@ class Opened:
 
     Attributes:
         wrong: not what it must be, or damaged.
+        invalid: an undamaged header of this round says that the contribution is invalid; the rest may be wrong.
         flags: `wire.INVALID` and `wire.MISSING`.
         weights: how much each contribution counts, float32.
         states: hashes of the senders' replicated states, as the bits of int64.
     """
 
     wrong: Tensor
+    invalid: Tensor
     flags: Tensor
     weights: Tensor
     states: Tensor
@@ -58,13 +60,14 @@ def open_all(raw: Tensor, senders: Sequence[int], frames: Sequence[Frame], *, fi
     # The fingerprint, the round and the length are the same in all of them; the hash of the state may be anything.
     wrong += [words[:, nth] != wanted[nth][0] for nth in (1, 2, 5)]
     wrong.append(words[:, 3] != table(tuple(wanted[3]), torch.int64, raw.device))
-    wrong.append(_damaged(raw, [(0, HEADER_NBYTES, HEADER_NBYTES)]))
+    wrong.append(damaged := _damaged(raw, [(0, HEADER_NBYTES, HEADER_NBYTES)]))
+    invalid = (flags & INVALID != 0) & ~damaged & (words[:, 2] == wanted[2][0])
     body = raw[:, HEADER_NBYTES:]
     for start, stop in frames:
         length = aligned(body[:, start + 16 : start + 24], torch.int64).squeeze(1)
         wrong.append(length != stop - start - PART_NBYTES)
     wrong.append(_damaged(body, [(start, start + PART_NBYTES, stop) for start, stop in frames]))
-    return Opened(torch.stack(wrong).any(0), flags, weights, words[:, 4])
+    return Opened(torch.stack(wrong).any(0), invalid, flags, weights, words[:, 4])
 
 
 def seal_unless(

@@ -50,7 +50,9 @@ METHODS: dict[str, Make] = {
 }
 
 
-def measure(device: torch.device, sizes: Sequence[str], repeats: int, methods: Sequence[str] = tuple(METHODS)) -> dict[str, Any]:
+def measure(
+    device: torch.device, sizes: Sequence[str], repeats: int, methods: Sequence[str] = tuple(METHODS)
+) -> dict[str, Any]:
     """The figures of all methods at all sizes, on this process's GPU."""
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
-from thinwire import DataParallel, DiLoCo, Link, LocalSGD, MTDAO, SoloLink
+from thinwire import MTDAO, DataParallel, DiLoCo, Link, LocalSGD, SoloLink
 from thinwire.algorithms import found
 from thinwire.core import deferred
 from thinwire.errors import NonFiniteRound
@@ -136,7 +136,10 @@ def trained(
             opt.finish()
             state = opt.state_dict()
             entries = [e for of_p in state["state"].values() for e in of_p.values()]
-            return {"params": [on_host(p.detach()) for p in params], "state": [on_host(e) for e in entries if isinstance(e, Tensor)]}
+            return {
+                "params": [on_host(p.detach()) for p in params],
+                "state": [on_host(e) for e in entries if isinstance(e, Tensor)],
+            }
 
     return World(3, step_time=0.0).run(work)
 
@@ -185,7 +188,9 @@ def test_a_refused_round_changes_nothing_and_names_the_culprit(name: str, caplog
     caplog.set_level(logging.WARNING)
     there = trained(METHODS[name], pretend=True, steps=6, spoil=bad_parameters)
     told = [r.message for r in caplog.records if "refused" in r.message]
-    assert len(told) == 3 and all("round 2 refused on all 3 workers: NaN or Inf in the contribution of rank 1" in t for t in told)
+    assert len(told) == 3 and all(
+        "round 2 refused on all 3 workers: NaN or Inf in the contribution of rank 1" in t for t in told
+    )
     # `finish` reads it, so that the culprit has gone back and all have exchanged once more.
     assert_same(there, trained(METHODS[name], pretend=False, steps=6, spoil=bad_parameters))
 

@@ -234,11 +234,11 @@ class DeviceGate:
     def post(self, outgoing: Outgoing, **how: Any) -> Exchange:
         """Put a message on its way; one whose gate stays on the device where its codec allows it."""
         opt = self.engine.opt
-        kind = kind_on_device(outgoing)
+        kind = kind_on_device(outgoing, opt.link)
         if kind is None:
             return post(opt.link, outgoing, **how)
         before = Selected(opt.changed_by_sending())
-        exchange = kind(opt.link, outgoing, **(how | {"any_shard": opt.shards.any_on_device}))
+        exchange = kind(opt.link, outgoing, **how)
         before.unless(exchange.invalid)
         return exchange
 

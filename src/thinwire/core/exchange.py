@@ -19,7 +19,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,11 +37,12 @@ from thinwire.links.base import Link, Peers
 from thinwire.network import Op
 from thinwire.payload import Payload, all_finite, zero_invalid_
 
-# Asked with "is something wrong here?": whether it is so anywhere among the processes that share one worker's model.
-AnyShard = Callable[[bool], bool]
+# Asked with "is something wrong here?": whether it is so anywhere among the processes that share one worker's model. The answer
+# to a tensor is a tensor.
+AnyShard = Callable[[Any], Any]
 
 
-def alone(flag: bool) -> bool:
+def alone(flag: Any) -> Any:
     """The `AnyShard` of a worker that is one process."""
     return flag
 
@@ -53,6 +54,8 @@ def _takes_whole_tensors(codec: Codec) -> bool:
 class Exchange(ABC):
     """A message in flight.
 
+    `to_vote` says that workers have to tell each other whether they could read the messages.
+
     Args:
         link: the wire; None to read the messages of others without sending one.
         outgoing: this worker's contribution; not changed, but for its slots.
@@ -63,6 +66,8 @@ class Exchange(ABC):
         largest: a value larger than this makes a contribution invalid.
         missing: ask the others for an earlier round that this worker could not read; of gathered messages.
     """
+
+    to_vote: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -281,6 +286,8 @@ class Reduced(Exchange):
 
 class Gathered(Exchange):
     """Messages that all workers, or both of a pair, send to each other."""
+
+    to_vote = True
 
     @functools.cached_property
     def _fingerprint(self) -> int:

@@ -1,7 +1,9 @@
 """Exchanges whose gates stay on the device: what arrives, and whether it is refused, are tensors that nobody has looked at.
 
 They send the messages that those of `exchange` send and refuse the rounds that those refuse; `deferred` reads their verdict when
-the next step begins. Who could not read the messages of others tells so in a byte that travels from device to device too.
+the next step begins. Where a link moves messages from device to device, workers that could not read those of others tell so in a
+byte that travels likewise. Other links bring messages into the memory of the host: what was damaged on the way is found there, and
+what else is wrong with a message is wrong on all workers alike.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class OnDevice(Exchange):
     def _known_invalid(self, invalid: Tensor) -> Tensor:
         """With what is said of the contribution in advance, and what other shards of this worker say of theirs."""
         said = self.outgoing.invalid
-        self.invalid = self.any_shard(invalid if said is None or said is False else invalid | said)  # type: ignore[arg-type]
+        self.invalid = self.any_shard(invalid if said is None or said is False else invalid | said)
         return self.invalid
 
 
@@ -76,7 +78,7 @@ class ReducedOnDevice(OnDevice, Reduced):
         finite = finite_flag([data])
         assert finite is not None
         told = torch.cat([data[data.numel() - spare :].float(), (~finite).float().reshape(1)])
-        refused: Any = self.any_shard((told != 0).any())  # type: ignore[arg-type]
+        refused = self.any_shard((told != 0).any())
         self.verdict = torch.cat([told, refused.float().reshape(1)])
         mean = self.codec.decode(payloads[0].like(data[: data.numel() - spare]), self.like, round=self.round)
         return self._arrived(self.peers.expected, _mean=mean, refused=refused)
@@ -91,6 +93,8 @@ class ReducedOnDevice(OnDevice, Reduced):
 
 class GatheredOnDevice(OnDevice, Gathered):
     """A message of a chain that all workers send to each other, of slots or of tensors that are made piece by piece."""
+
+    to_vote = False
 
     def __init__(self, link: Link, outgoing: Outgoing, **how: Any):
         """Encode the message and post it."""
@@ -121,23 +125,26 @@ class GatheredOnDevice(OnDevice, Gathered):
     def read(self, payloads: list[Payload]) -> Arrived:
         """What arrived, and whether it is refused."""
         ids = self.peers.expected
-        assert isinstance(self.codec, Chain) and self._frames is not None
+        assert self._frames is not None
         if any(p.nbytes != self.posted.nbytes for p in payloads):  # a link brings messages of one length
             raise WireError(f"messages of {[p.nbytes for p in payloads]} bytes, where all have {self.posted.nbytes}")
         raw = torch.stack([p.data for p in payloads])
         opened = open_all(raw, ids, self._frames, fingerprint=self._fingerprint, round=self.round)
-        bodies = [p.like(p.data[HEADER_NBYTES:]) for p in payloads]
-        messages = Messages(bodies, self.like, self.round, self.outgoing.mean, None, ids)
-        received = DeviceReceived(self.codec, self.codec.plan(self.like), messages, raises=False)
+        received = self._received([p.like(p.data[HEADER_NBYTES:]) for p in payloads])
         wrong = opened.wrong | received.wrong | (opened.weights != 1)
         unread = self._told_all(wrong.any() & ~opened.invalid.any())
-        refused: Any = self.any_shard(opened.invalid.any() | unread.any() | ~received.safe)  # type: ignore[arg-type]
+        refused = self.any_shard(opened.invalid.any() | unread.any() | ~received.safe)
         self.verdict = torch.cat([opened.invalid, wrong, unread, (~received.safe).reshape(1), refused.reshape(1)]).float()
         return self._arrived(ids, _received=received, refused=refused)
 
+    def _received(self, bodies: list[Payload]) -> DeviceReceived:
+        assert isinstance(self.codec, Chain)
+        messages = Messages(bodies, self.like, self.round, self.outgoing.mean, None, self.peers.expected)
+        return DeviceReceived(self.codec, self.codec.plan(self.like), messages, raises=False)
+
     def _told_all(self, unread: Tensor) -> Tensor:
         """Which workers could not read the messages, [workers]: what one could not, no worker may apply."""
-        unread = self.any_shard(unread)  # type: ignore[arg-type, assignment]
+        unread = self.any_shard(unread)
         if self.peers.size == 1:
             return unread.reshape(1)
         told = self.link.all_gather(Payload(unread.to(torch.uint8).reshape(1), purpose="vote"))
@@ -155,15 +162,43 @@ class GatheredOnDevice(OnDevice, Gathered):
         return refusal(number, peers, [-1] if verdict[-2] else [])
 
 
-def kind_on_device(outgoing: Outgoing) -> type[ReducedOnDevice] | type[GatheredOnDevice] | None:
+class GatheredThroughHost(GatheredOnDevice):
+    """The same over a link that moves the memory of the host: one copy out, and one in once the messages are known to be whole."""
+
+    to_vote = True
+
+    def _message(self, body: Payload, invalid: Any) -> tuple[Payload, Op]:
+        sealed, op = super()._message(body, invalid)
+        self.device = sealed.data.device
+        return sealed.like(sealed.data.cpu()), op
+
+    def read(self, payloads: list[Payload]) -> Arrived:
+        """What arrived, and whether it is refused; who says that its contribution is invalid is known at once."""
+        bodies, _, culprits = self._open(payloads)
+        if culprits:
+            raise refusal(self.round, self.peers, culprits)
+        raw = torch.stack([body.data for body in bodies]).to(self.device)
+        received = self._received([body.like(one) for body, one in zip(bodies, raw, strict=True)])
+        refused = self.any_shard(received.wrong.any() | ~received.safe)
+        self.verdict = torch.cat([received.wrong, (~received.safe).reshape(1), refused.reshape(1)]).float()
+        return self._arrived(self.peers.expected, _received=received, refused=refused)
+
+    @staticmethod
+    def refusal_of(number: int, peers: Peers, verdict: list[float]) -> RoundAborted | WireError:
+        """Whose message is not sound, or that the sum could overflow."""
+        if wrong := [sender for sender, flag in zip(peers.expected, verdict, strict=False) if flag]:
+            return WireError("a message that is not sound", rank=wrong[0])
+        return refusal(number, peers, [-1] if verdict[-2] else [])
+
+
+def kind_on_device(outgoing: Outgoing, link: Link) -> type[OnDevice] | None:
     """The exchange of a message whose gate can stay on the device; None where the host has to look."""
-    codec = outgoing.codec
+    codec, by_pieces = outgoing.codec, outgoing.slots is not None or outgoing.made is not None
     if outgoing.weight is not None or outgoing.pair is not None:
         return None
-    if isinstance(codec, Dense) and codec.linear and outgoing.slots is None and outgoing.made is None:
+    if isinstance(codec, Dense) and codec.linear and not by_pieces:
         return ReducedOnDevice
-    by_pieces = outgoing.slots is not None or outgoing.made is not None
     if by_pieces and isinstance(codec, Chain | Stage) and not codec.linear:
-        here = (outgoing.slots or outgoing.tensors)[0].device
-        return GatheredOnDevice if on_device(Chain.of(codec), here) else None
+        if on_device(Chain.of(codec), (outgoing.slots or outgoing.tensors)[0].device):
+            return GatheredOnDevice if link.moves_devices else GatheredThroughHost
     return None

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from thinwire.core import gates
 from thinwire.core.deferred import DeviceGate
-from thinwire.core.exchange import Exchange, Gathered, damaged, post
+from thinwire.core.exchange import Exchange, damaged, post
 from thinwire.core.hashing import hash_each
 from thinwire.core.outgoing import Arrived
 from thinwire.core.policy import Policy
@@ -100,7 +100,9 @@ class RoundEngine:
         if tau and optimizer.schedule.fragments > _MOST_IN_FLIGHT:
             raise ConfigError(f"with tau > 0 there are at most {_MOST_IN_FLIGHT} fragments, got {optimizer.schedule.fragments}")
         if tau:
-            optimizer.own_state[optimizer._active[0]]["invalid_in_flight"] = torch.tensor(0.0, dtype=torch.float64, device="cpu")
+            optimizer.own_state[optimizer._active[0]]["invalid_in_flight"] = torch.tensor(
+                0.0, dtype=torch.float64, device="cpu"
+            )
 
     @property
     def elastic(self) -> ElasticEngine | None:
@@ -252,8 +254,7 @@ class RoundEngine:
             arrived = exchange.wait()
         except (WireError, NonFiniteRound) as found:
             problem = found
-        voted = arrived is not None and arrived.refused is not None  # on the device
-        if isinstance(exchange, Gathered) and not voted and not self.opt.in_pairs and exchange.peers.size > 1:
+        if exchange.to_vote and not self.opt.in_pairs and exchange.peers.size > 1:
             self._vote(flight.number, problem if isinstance(problem, WireError) else None)
         if problem is not None:
             raise problem

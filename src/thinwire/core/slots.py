@@ -140,7 +140,7 @@ class SlotOptimizer(Optimizer):
         """`gradients_finite` as a 0-d tensor on the device, which nobody has looked at."""
         found = finite_flag([local(p.grad) for p in self._active if p.grad is not None], LARGEST)
         found = torch.ones((), dtype=torch.bool, device=self.params()[0].device) if found is None else found
-        return ~self.shards.any_on_device(~found)
+        return ~self.shards.any(~found)
 
     def params_finite(self) -> bool:
         """Whether this worker's parameters are finite, on all of its shards."""

@@ -95,6 +95,11 @@ class Link(ABC):
         """The link whose workers come and go, where this is one or is around one; None where they are the same at all times."""
         return None
 
+    @property
+    def moves_devices(self) -> bool:
+        """Whether messages travel from device to device; else those of a device go through the memory of the host."""
+        return False
+
     def peers(self) -> Peers:
         """Who takes part in the next round. Whatever belongs to a round uses this snapshot, never the link again."""
         ids = tuple(range(self.size))
@@ -169,6 +174,11 @@ class LinkDecorator(Link):
     def elastic(self) -> ElasticLink | None:
         """The wrapped link, where it is elastic."""
         return self.link.elastic
+
+    @property
+    def moves_devices(self) -> bool:
+        """As the wrapped link does."""
+        return self.link.moves_devices
 
     def peers(self) -> Peers:
         """The peers of the wrapped link."""
@@ -260,6 +270,11 @@ class SoloLink(Link):
     def size(self) -> int:
         """Always 1."""
         return 1
+
+    @property
+    def moves_devices(self) -> bool:
+        """Nothing goes anywhere."""
+        return True
 
     def post(self, payload: Payload, op: Op) -> Ticket:
         """The mean of one message is the message itself, and so is the list of all; there is no partner."""

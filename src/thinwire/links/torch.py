@@ -78,6 +78,11 @@ class TorchLink(Link):
         """How many workers the group has."""
         return self._size
 
+    @property
+    def moves_devices(self) -> bool:
+        """NCCL does."""
+        return self._device is not None
+
     def post(self, payload: Payload, op: Op) -> Ticket:
         """Start the exchange; it runs in the backend's own threads."""
         self.check()

@@ -7,7 +7,7 @@ of that worker before any of them acts, or half a model would take a step that t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -87,16 +87,23 @@ class Shards:
         """Whether there is more than this process."""
         return bool(self._groups)
 
-    def any(self, flag: bool) -> bool:
-        """Whether any shard of this worker raised its flag; a (fast, local) collective where there are several."""
-        return bool(self.any_on_device(torch.tensor(flag, device=self._device))) if self._groups else flag
+    @overload
+    def any(self, flag: bool) -> bool: ...
 
-    def any_on_device(self, flag: Tensor) -> Tensor:
-        """`any` of a flag (0-d) that stays on its device: nobody looks at it."""
-        raised = flag.to(torch.int32)
+    @overload
+    def any(self, flag: Tensor) -> Tensor: ...
+
+    def any(self, flag: bool | Tensor) -> bool | Tensor:
+        """Whether any shard of this worker raised its flag; a (fast, local) collective where there are several.
+
+        A flag that is a tensor (0-d) stays on its device: nobody looks at it.
+        """
+        if not self._groups:
+            return flag
+        raised = torch.as_tensor(flag, device=flag.device if isinstance(flag, Tensor) else self._device).to(torch.int32)
         for group in self._groups:
             dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=group)
-        return raised.bool() if self._groups else flag
+        return raised.bool() if isinstance(flag, Tensor) else bool(raised)
 
     def totals(self, values: Sequence[float]) -> list[float]:
         """The sum of each number over all shards of this worker."""

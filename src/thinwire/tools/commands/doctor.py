@@ -265,7 +265,9 @@ def _show_findings(console: Console, findings: list[Finding]) -> None:
 
 
 def _show_crossings(console: Console, rows: list[syncs.Row], *, lines: bool) -> None:
-    console.print("what a device is asked to do, on a pretend one, 2 workers, 5 tensors; the host waits for each crossing that blocks")
+    console.print(
+        "what a device is asked to do, on a pretend one, 2 workers, 5 tensors; the host waits for each crossing that blocks"
+    )
     table = Table("algorithm", "link", "step", "blocking", "not blocking", "launches", box=None, pad_edge=False)
     for row in rows:
         table.add_row(row.algorithm, row.backend, row.what, *map(str, (row.blocking, row.later, row.launches)))

@@ -100,7 +100,7 @@ class PretendTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override] # noqa: ARG003
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run an operation that no `Audit` sees."""
         return _run(None, func, args, kwargs or {})
 
@@ -154,7 +154,7 @@ class Audit(TorchDispatchMode):
         self.places: Counter[str] = Counter()
         self._paused = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and see what it does."""
         return _run(None if self._paused else self, func, args, kwargs or {})
 

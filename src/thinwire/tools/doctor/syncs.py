@@ -26,7 +26,13 @@ NCCL: Backend = "nccl"
 GLOO: Backend = "gloo"
 Make = Callable[[list[nn.Parameter], Link], Algorithm]
 
-SHAPES = ((256, 192), (192,), (192, 320), (130, 100), (64,))  # three in blocks of 64, one of them not in whole ones; two sent whole
+SHAPES = (
+    (256, 192),
+    (192,),
+    (192, 320),
+    (130, 100),
+    (64,),
+)  # three in blocks of 64, one of them not in whole ones; two sent whole
 STEPS_PER_ROUND = 4
 FIRST, LOCAL, ROUND, ALARM = "first step", "local step", "round", "round with the alarm"
 
@@ -44,6 +50,11 @@ class PretendLink(LinkDecorator):
         """Wrap `link`."""
         super().__init__(link)
         self.backend: Backend = backend
+
+    @property
+    def moves_devices(self) -> bool:
+        """As the backend does."""
+        return self.backend == NCCL
 
     def post(self, payload: Payload, op: Op) -> Ticket:
         """Post on the wrapped link what it would be given on the host."""

@@ -3,8 +3,8 @@
     python -m benchmarks.wire --device cuda --sizes 124M                                  # one GPU, no messages
     torchrun --nproc-per-node 2 -m benchmarks.wire --device cuda --sizes 124M             # over NCCL
 
-`torch.cuda.set_sync_debug_mode("error")` is on around steps that are not timed: the first call of each method that makes the host
-wait is recorded with its line. It does not see what torch.distributed does.
+`torch.cuda.set_sync_debug_mode("error")` is on around steps that are not timed: the first call of each method that makes the
+host wait is recorded with its line. It does not see what torch.distributed does.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def measure_method(
         params = _parameters(shapes, device)
         opt = make(params, link)
         _take(opt, params, 2 * H, device)
-    return {"waits": waits, **_timed(opt, params, repeats, device)}
+    return {"waits": waits, **_timed(opt, repeats, device)}
 
 
 def _parameters(shapes: Sequence[tuple[int, ...]], device: torch.device) -> list[nn.Parameter]:
@@ -124,7 +124,7 @@ def first_wait(steps: Callable[[], Any]) -> str | None:
     return None
 
 
-def _timed(opt: Algorithm, params: list[nn.Parameter], repeats: int, device: torch.device) -> dict[str, Any]:
+def _timed(opt: Algorithm, repeats: int, device: torch.device) -> dict[str, Any]:
     times: dict[str, list[tuple[float, float]]] = {"local": [], "round": []}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

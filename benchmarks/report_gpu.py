@@ -43,7 +43,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     return about
 
 
-# --- What a GPU does as a CPU does ---------------------------------------------------------------------------------------------
+# --- What a GPU does as a CPU does ------------------------------------------------------------------------------------------
 
 
 def _hashes(device: torch.device) -> bool:

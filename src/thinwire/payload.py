@@ -98,7 +98,7 @@ def all_finite(tensors: Iterable[Tensor], largest: float = math.inf) -> bool:
 
 
 def finite_flag(tensors: Iterable[Tensor], largest: float = math.inf) -> Tensor | None:
-    """`all_finite` as a 0-d tensor on the device of the tensors, which nobody has looked at; None where they have no element."""
+    """`all_finite` as a 0-d tensor on the tensors' device, which nobody has looked at; None where they have no elements."""
     ends, others = [], []
     for t in tensors:  # which may be made one by one
         if t.numel() and t.device.type == "cpu":

@@ -1,15 +1,15 @@
 """Gates that stay on the device: off the CPU, whether a step or a round takes place is decided where the numbers are.
 
-To look at a number on a GPU makes the host wait until the GPU has done all that it was given. So nobody looks. A step is taken and
-then selected: every tensor that it may have changed becomes `torch.where(valid, new, old)`. (Not a product: NaN times 0 is NaN.)
-What was decided is copied to the host beside the work that follows, and read when the next step begins:
+To look at a number on a GPU makes the host wait until the GPU has done all that it was given. So nobody looks. A step is taken
+and then selected: every tensor that it may have changed becomes `torch.where(refused, old, new)`. (Not a product: NaN times 0
+is NaN.) What was decided is copied to the host beside the work that follows, and read when the next step begins:
 
-    step t      | is the gradient finite? | step, or not | round: send, mean, is it finite? apply, or not | copy what was decided
+    step t      | is the gradient finite? step, or not | round: is what arrived finite? apply, or not | copy what was decided
     step t + 1  | read it: counters, the culprit's name, refusals | ...
 
-So what the host keeps (counts of steps, which round was the last that took place) is put right before anything uses it, a worker
-whose gradient is not finite skips exactly the step that it would have skipped on a CPU, and a round is refused on all workers
-alike. What a culprit does after a refused round, such as going back to its anchor, it does one step later than on a CPU.
+So what the host keeps (counts of steps, which round was the last that took place) is put right before anything uses it, a
+worker whose gradient is not finite skips exactly the step that it would have skipped on a CPU, and a round is refused on all
+workers alike. What a culprit does after a refused round, such as going back to its anchor, it does a step later than on a CPU.
 
 The price is a copy of what may change, for the time of the step: none where the inner optimizer can leave a step out itself, as
 torch's fused Adam and AdamW can.
@@ -225,7 +225,7 @@ class DeviceGate:
         log.warning("rank %d, step %d: NaN or Inf in the gradient, local step skipped", self.engine.opt.peers.id, number)
 
     def send_if_finite(self, opt: Algorithm) -> None:
-        """For methods that send gradients: where this worker's are not finite, its message says so, and counts are put right."""
+        """For methods that send gradients: where this worker's are not finite its message says so, and counts are put right."""
         invalid = self.engine.invalid_next = ~opt.finite_gradients()
         self._decided.append((invalid.float().reshape(1), HostValues([], opt.own_state), lambda _: None))
 

@@ -219,7 +219,7 @@ def refusal(round: int, peers: Peers, culprits: list[int], pair: tuple[int, ...]
     Args:
         round: its number.
         peers: who takes part.
-        culprits: ids of those whose contribution is invalid; [-1] for nobody but the sum, none for another shard of this worker.
+        culprits: ids of those whose contribution is invalid; [-1] where only the sum is, none where another shard refuses it.
         pair: the ranks of a pair that refuses it; None for all workers.
     """
     named = [r for r in culprits if r >= 0]
@@ -235,7 +235,7 @@ def damaged(round: int, failed: Sequence[int | None], size: int, error: WireErro
 
     Args:
         round: its number.
-        failed: those workers. Where all of them could not, a message was wrong when it was sent; else it was damaged on the way.
+        failed: those workers. Where all of them could not, a message was wrong when it was sent, else damaged on the way.
         size: how many workers there are.
         error: what this worker found.
     """

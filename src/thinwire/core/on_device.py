@@ -1,9 +1,9 @@
 """Exchanges whose gates stay on the device: what arrives, and whether it is refused, are tensors that nobody has looked at.
 
-They send the messages that those of `exchange` send and refuse the rounds that those refuse; `deferred` reads their verdict when
-the next step begins. Where a link moves messages from device to device, workers that could not read those of others tell so in a
-byte that travels likewise. Other links bring messages into the memory of the host: what was damaged on the way is found there, and
-what else is wrong with a message is wrong on all workers alike.
+They send the messages that those of `exchange` send and refuse the rounds that those refuse; `deferred` reads their verdict
+when the next step begins. Where a link moves messages from device to device, workers that could not read those of others tell
+so in a byte that travels likewise. Other links bring messages into the memory of the host: what was damaged on the way is found
+there, and what else is wrong with a message is wrong on all workers alike.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class GatheredOnDevice(OnDevice, Gathered):
 
 
 class GatheredThroughHost(GatheredOnDevice):
-    """The same over a link that moves the memory of the host: one copy out, and one in once the messages are known to be whole."""
+    """The same over a link that moves the host's memory: one copy out, and one in once the messages are known to be whole."""
 
     to_vote = True
 
@@ -198,7 +198,8 @@ def kind_on_device(outgoing: Outgoing, link: Link) -> type[OnDevice] | None:
         return None
     if isinstance(codec, Dense) and codec.linear and not by_pieces:
         return ReducedOnDevice
-    if by_pieces and isinstance(codec, Chain | Stage) and not codec.linear:
-        if on_device(Chain.of(codec), (outgoing.slots or outgoing.tensors)[0].device):
-            return GatheredOnDevice if link.moves_devices else GatheredThroughHost
-    return None
+    if not by_pieces or codec.linear or not isinstance(codec, Chain | Stage):
+        return None
+    if not on_device(Chain.of(codec), (outgoing.slots or outgoing.tensors)[0].device):
+        return None
+    return GatheredOnDevice if link.moves_devices else GatheredThroughHost

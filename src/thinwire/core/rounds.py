@@ -100,9 +100,8 @@ class RoundEngine:
         if tau and optimizer.schedule.fragments > _MOST_IN_FLIGHT:
             raise ConfigError(f"with tau > 0 there are at most {_MOST_IN_FLIGHT} fragments, got {optimizer.schedule.fragments}")
         if tau:
-            optimizer.own_state[optimizer._active[0]]["invalid_in_flight"] = torch.tensor(
-                0.0, dtype=torch.float64, device="cpu"
-            )
+            marks = torch.tensor(0.0, dtype=torch.float64, device="cpu")
+            optimizer.own_state[optimizer._active[0]]["invalid_in_flight"] = marks
 
     @property
     def elastic(self) -> ElasticEngine | None:

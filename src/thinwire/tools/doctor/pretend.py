@@ -1,15 +1,15 @@
 """A pretend accelerator: tensors that say they are on another device, hold CPU memory, and compute with real numbers.
 
-Where no GPU is at hand it shows what a GPU would be asked to do. Within an `Audit` every operation counts as a launch, and every
-crossing of the border between host and device is noted with the line of thinwire that asked for it:
+Where no GPU is at hand it shows what a GPU would be asked to do. Within an `Audit` every operation counts as a launch, and
+every crossing between host and device is noted with the line of thinwire that asked for it:
 
     device to host         a copy, such as `.cpu()`
     host to device         a copy, such as `.to(device)`
     scalar read            a number that the host looks at, such as `bool(x)` or `.item()`
     size depends on data   an operation whose result has a size that only the device knows, such as `nonzero`
 
-What a GPU refuses, operands on two devices, is refused here too. Memory is always pageable here, so whether a copy that asks not to
-block would really go on by itself (only from and to pinned memory) cannot be seen.
+What a GPU refuses, operands on two devices, is refused here too. Memory is always pageable here: whether a copy that asks not
+to block goes on by itself, as it does from and to pinned memory only, cannot be seen.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class PretendTensor(Tensor):
         """That of its memory."""
         return self.host.data_ptr()
 
-    def numpy(self, *, force: bool = False) -> Any:  # type: ignore[override]
+    def numpy(self, **_: Any) -> Any:  # type: ignore[override]
         """Refuse, as for any tensor that is not on the CPU."""
         raise TypeError("can't convert a tensor of the pretend device to numpy: copy it to the host with .cpu() first")
 

@@ -121,7 +121,7 @@ METHODS: dict[str, Make] = {
 def trained(
     make: Make, *, backend: syncs.Backend | None, steps: int = 10, spoil: Callable[[int, int, list[nn.Parameter]], None]
 ) -> list[dict[str, list[Tensor]]]:
-    """Parameters and state of all of three workers, on the host, after training on a pretend device or, without one, the CPU."""
+    """Parameters and state of three workers, on the host, after training on a pretend device, or without one on the CPU."""
     pretend = backend is not None
 
     def work(link: Link) -> dict[str, list[Tensor]]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves, tree_map
 
 import thinwire
 from thinwire.errors import ConfigError
@@ -221,7 +220,8 @@ def _nbytes(tensor: Tensor) -> int:
 
 def _run(audit: Audit | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on the memory of its operands."""
-    operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    operands: list[Tensor] = []
+    raw_args, raw_kwargs = _mapped(lambda t: operands.append(t) or _memory(t), (args, kwargs))
     mine = [t for t in operands if isinstance(t, PretendTensor)]
     target = kwargs.get("device")
     target = None if target is None else torch.device(target)
@@ -234,17 +234,31 @@ def _run(audit: Audit | None, func: Any, args: tuple[Any, ...], kwargs: dict[str
     if not leaves:
         _refuse_two_devices(func, base, operands)
     known = {id(t.host): t for t in mine}
-    raw_args, raw_kwargs = tree_map(lambda x: x.host if isinstance(x, PretendTensor) else x, (args, kwargs))
     if target is not None:
         raw_kwargs["device"] = target if target.type == "meta" else torch.device("cpu")
     result = func(*raw_args, **raw_kwargs)
 
-    def wrap(found: Any) -> Any:
-        if not isinstance(found, Tensor) or id(found) in known:
-            return known.get(id(found), found)
+    def wrap(found: Tensor) -> Tensor:
+        if id(found) in known:
+            return known[id(found)]
         return found if leaves else PretendTensor(found)
 
-    return tree_map(wrap, result)
+    return _mapped(wrap, result)
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    return tensor.host if isinstance(tensor, PretendTensor) else tensor
+
+
+def _mapped(function: Callable[[Tensor], Any], values: Any) -> Any:
+    """Apply a function to all tensors of nested arguments or results; torch's own is made for more kinds, and takes longer."""
+    if isinstance(values, Tensor):
+        return function(values)
+    if isinstance(values, dict):
+        return {key: _mapped(function, value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return type(values)([_mapped(function, value) for value in values])
+    return values
 
 
 def _crossing(

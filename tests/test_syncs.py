@@ -13,7 +13,20 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
-from thinwire import MTDAO, DataParallel, DecoupledDiLoCo, DeMo, DiLoCo, Identity, Link, LocalSGD, Sign, SoloLink, TopK
+from thinwire import (
+    MTDAO,
+    DataParallel,
+    DecoupledDiLoCo,
+    DeMo,
+    DiLoCo,
+    Identity,
+    Link,
+    LocalSGD,
+    Sign,
+    SoloLink,
+    StreamingDiLoCo,
+    TopK,
+)
 from thinwire.algorithms import found
 from thinwire.core import deferred
 from thinwire.errors import NonFiniteRound
@@ -112,6 +125,7 @@ METHODS: dict[str, Make] = {
     "diloco, momentum": lambda params, link: DiLoCo(torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True), link, H=3),
     "local-sgd": lambda params, link: LocalSGD(torch.optim.SGD(params, lr=0.1, foreach=True), link, H=3),
     "mt-dao": lambda params, link: MTDAO(QHAdam(params, warmup=4, reset=True), link, H=3, clip_value=1.0),
+    "streaming": lambda params, link: StreamingDiLoCo(adamw(params, foreach=True), link, H=4, fragments=2, tau=1, alpha=0.5),
     "data-parallel": lambda params, link: DataParallel(adamw(params, foreach=True), link),
     "demo": lambda params, link: DeMo(params, link, lr=0.05, codec=SPARSE, phi="sign", weight_decay=0.1),
     "decoupled-diloco": lambda params, link: DecoupledDiLoCo(adamw(params, foreach=True), link, H=3, codec=SPARSE),

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.codecs import Codec, Dense
+from thinwire.codecs.device.bits import table
 from thinwire.core.optimizer import PolicyOptions
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.wrapper import Wrapper
@@ -72,7 +73,7 @@ class DataParallel(Wrapper):
     def send(self) -> Outgoing:
         """The gradients, and one number per tensor that says whether there is one."""
         grads = self.gradients()
-        present = torch.tensor([float(p.grad is not None) for p in self._active], device="cpu").to(_device(grads))
+        present = table(tuple(float(p.grad is not None) for p in self._active), torch.float32, _device(grads))
         return self.outgoing([*grads, present])
 
     def carried(self) -> None:
@@ -81,7 +82,8 @@ class DataParallel(Wrapper):
     def apply(self, arrived: Arrived) -> None:
         """One synchronous step."""
         *mean, somewhere = arrived.mean  # g <- mean_i g_i
-        for p, g, used in zip(self._active, mean, somewhere.tolist(), strict=True):
+        everywhere = arrived.included and all(p.grad is not None for p in self._active)  # then nobody else need be asked
+        for p, g, used in zip(self._active, mean, [1] * len(mean) if everywhere else somewhere.tolist(), strict=True):
             if used == 0:
                 continue  # no worker has a gradient for it: the inner optimizer must not touch it, not even by decay
             if p.grad is None:

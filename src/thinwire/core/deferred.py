@@ -1,8 +1,8 @@
 """Gates that stay on the device: off the CPU, whether a step or a round takes place is decided where the numbers are.
 
 To look at a number on a GPU makes the host wait until the GPU has done all that it was given. So nobody looks. A step is taken
-and then selected: every tensor that it may have changed becomes `torch.where(refused, old, new)`. (Not a product: NaN times 0
-is NaN.) What was decided is copied to the host beside the work that follows, and read when the next step begins:
+and then selected: every tensor that it may have changed becomes `torch.where(refused, old, new)`, bit for bit. (Not a product of
+values: NaN times 0 is NaN.) What was decided is copied to the host beside the work that follows, and read when the next step begins:
 
     step t      | is the gradient finite? step, or not | round: is what arrived finite? apply, or not | copy what was decided
     step t + 1  | read it: counters, the culprit's name, refusals | ...
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.core.exchange import Exchange, post
+from thinwire.core.exchange import Exchange, Gathered, post
 from thinwire.core.on_device import OnDevice, kind_on_device
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.errors import LinkError, RoundAborted, WireError
@@ -85,9 +85,23 @@ class Selected:
             torch._foreach_copy_(self.before, self.tensors)
 
     def unless(self, refused: Tensor) -> None:
-        """Give the tensors their old values where `refused` (0-d) says so."""
+        """Give the tensors their old values where `refused` (0-d) says so: `torch.where`, for all tensors in a few launches.
+
+        old + (new - old) * accepted of their bits as whole numbers, where every step is exact, whatever the bits stand for.
+        """
+        pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for new, old in zip(self.tensors, self.before, strict=True):
-            torch.where(refused, old, new, out=new)
+            whole = _WHOLE[new.dtype.itemsize]
+            news, olds = pairs.setdefault(whole, ([], []))
+            news.append(new.view(whole))
+            olds.append(old.view(whole))
+        for whole, (news, olds) in pairs.items():
+            torch._foreach_sub_(news, olds)
+            torch._foreach_mul_(news, (~refused).to(whole))
+            torch._foreach_add_(news, olds)
+
+
+_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 class HostValues:
@@ -153,10 +167,9 @@ class DeviceGate:
 
     @classmethod
     def of(cls, engine: RoundEngine) -> Self | None:
-        """That of an engine; None on a CPU, and where messages are looked at steps later or workers come and go."""
+        """That of an engine; None on a CPU, and where workers come and go."""
         opt = engine.opt
-        possible = opt.params()[0].device.type != "cpu" and not engine.tau and opt.link.elastic is None
-        return cls(engine) if possible else None
+        return cls(engine) if opt.params()[0].device.type != "cpu" and opt.link.elastic is None else None
 
     # --- Reading ---------------------------------------------------------------------------------------------------------
 
@@ -235,7 +248,7 @@ class DeviceGate:
         """Put a message on its way; one whose gate stays on the device where its codec allows it."""
         opt = self.engine.opt
         kind = kind_on_device(outgoing, opt.link)
-        if kind is None:
+        if kind is None or (self.engine.tau and issubclass(kind, Gathered)):  # which may be asked for again
             return post(opt.link, outgoing, **how)
         before = Selected(opt.changed_by_sending())
         exchange = kind(opt.link, outgoing, **how)

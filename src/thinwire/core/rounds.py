@@ -175,7 +175,7 @@ class RoundEngine:
             return invalid
         marks, bit = self.opt.own_state[self.opt._active[0]]["invalid_in_flight"], 1 << number % _MOST_IN_FLIGHT
         if not again:
-            marks.fill_(int(marks) & ~bit | bit * self.invalid_next)
+            marks.fill_(int(marks) & ~bit | bit * bool(self.invalid_next))
             self.invalid_next = False
         return bool(int(marks) & bit)
 

@@ -33,7 +33,7 @@ SHAPES = (
     (130, 100),
     (64,),
 )  # three in blocks of 64, one of them not in whole ones; two sent whole
-STEPS_PER_ROUND = 4
+STEPS_PER_ROUND = 2
 FIRST, LOCAL, ROUND, ALARM = "first step", "local step", "round", "round with the alarm"
 
 
@@ -141,16 +141,18 @@ def audit(make: Make, *, backend: Backend, workers: int = 2, shapes: Sequence[tu
     return World(workers, step_time=0.0).run(work)[0]
 
 
-def audit_named(name: str, *, wire: str | None = None, backend: Backend) -> list[Row]:
+def audit_named(name: str, *, wire: str | None = None, backend: Backend, alarm: bool = True) -> list[Row]:
     """`audit` of a method by its name on the command line, and of a round with the divergence alarm.
 
     Args:
         name: such as "diloco" or "demo-v1".
         wire: its codec, as text; the method's own by default.
         backend: of the link.
+        alarm: whether to look at a round with the alarm too.
     """
     cls = found()[resolve_algorithm(name, found())[0]]
-    rounds = {"H": STEPS_PER_ROUND} if "H" in inspect.signature(cls.__init__).parameters else {}
+    few = {"H": STEPS_PER_ROUND, "fragments": STEPS_PER_ROUND}
+    rounds = {name: value for name, value in few.items() if name in inspect.signature(cls.__init__).parameters}
     config = RunConfig(algorithm=name, wire=wire, steps=10**6)
     config.validate()
 
@@ -159,7 +161,8 @@ def audit_named(name: str, *, wire: str | None = None, backend: Backend) -> list
         return lambda params, link: _with_foreach(optimizer_of(replace(config, settings=settings), _Parameters(params), link))
 
     seen = audit(maker(0), backend=backend)
-    seen[ALARM] = audit(maker(1), backend=backend)[ROUND]
+    if alarm:
+        seen[ALARM] = audit(maker(1), backend=backend)[ROUND]
     return [Row(name, backend, what, sum(a.launches.values()), tuple(a.crossings)) for what, a in seen.items()]
 
 

@@ -1,8 +1,8 @@
 """Gates that stay on the device: off the CPU, whether a step or a round takes place is decided where the numbers are.
 
 To look at a number on a GPU makes the host wait until the GPU has done all that it was given. So nobody looks. A step is taken
-and then selected: every tensor that it may have changed becomes `torch.where(refused, old, new)`, bit for bit. (Not a product of
-values: NaN times 0 is NaN.) What was decided is copied to the host beside the work that follows, and read when the next step begins:
+and then selected: every tensor that it may have changed becomes `torch.where(refused, old, new)`. (Not a product of values: NaN
+times 0 is NaN.) What was decided is copied to the host beside the work that follows, and read when the next step begins:
 
     step t      | is the gradient finite? step, or not | round: is what arrived finite? apply, or not | copy what was decided
     step t + 1  | read it: counters, the culprit's name, refusals | ...

@@ -38,11 +38,11 @@ _UNSEEN = ("tools/doctor", "links", "payload.py")  # where a crossing is made in
 
 _LOOKS = {"_local_scalar_dense", "equal", "is_nonzero"}  # give the host a value
 _DYNAMIC = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave", "bincount"}
-_VIEWS = {
+NO_LAUNCH = {
     *("view", "_unsafe_view", "_reshape_alias", "reshape", "alias", "detach", "lift_fresh", "slice", "select", "permute"),
     *("transpose", "t", "expand", "unsqueeze", "squeeze", "split", "split_with_sizes", "unbind", "as_strided", "unfold"),
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
 }
-_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 @functools.cache
@@ -229,7 +229,7 @@ def _run(audit: Audit | None, func: Any, args: tuple[Any, ...], kwargs: dict[str
         return func(*args, **kwargs)
     base = func.overloadpacket.__name__.removesuffix("_")
     leaves = _crossing(audit, base, args, kwargs, mine, target)
-    if audit is not None and base not in _VIEWS | _EMPTY | _LOOKS:
+    if audit is not None and base not in NO_LAUNCH | _LOOKS:
         audit.launched(base)
     if not leaves:
         _refuse_two_devices(func, base, operands)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.cuda import nccl
 
 import thinwire
 from benchmarks import device as on_device
@@ -39,7 +40,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(device)
         about |= {"cuda": torch.version.cuda, "gpus": torch.cuda.device_count(), "gpu": properties.name}
         about |= {"memory GB": properties.total_memory / 1e9, "capability": [properties.major, properties.minor]}
-        about |= {"nccl": list(torch.cuda.nccl.version()) if torch.distributed.is_nccl_available() else None}
+        about |= {"nccl": list(nccl.version()) if torch.distributed.is_nccl_available() else None}
     return about
 
 

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from thinwire.codecs import DCT, Chain, Codec, CodecSchedule, Mean, Sign, TopK
 from thinwire.core.optimizer import Algorithm, PolicyOptions, Start
 from thinwire.core.outgoing import Arrived, Outgoing
+from thinwire.core.slots import clipped
 from thinwire.errors import ConfigError, check_choice, check_not_negative
 from thinwire.links.base import Link
 from thinwire.maths.update_rules import UpdateRule, apply_shared, check_group, rms_of, whitening
@@ -71,6 +72,7 @@ class DeMo(Algorithm):
     replicated = frozenset({"param", "m", "v", "updates"})
     takes_schedules = True
     second_moment = ("own_v", "own_count")
+    changed_by_sending = ("momentum", "own_v")  # the gradient is in them
 
     def __init__(
         self,
@@ -142,13 +144,9 @@ class DeMo(Algorithm):
             self.engine.invalid_next = not self.gradients_finite()
         if self.engine.invalid_next is True:
             return
-        self._clip = self.clip_gradients(self._g, self.clip_norm)
+        self._clip = clipped(self._g, self.clip_factor(self.clip_norm))
         for count in self.slot("own_count"):
             count.add_(1)
-
-    def changed_by_sending(self) -> list[Tensor]:
-        """Momentum, and what whitens: the gradient is in them before it is known what becomes of the round."""
-        return [*self.slot("momentum"), *self.slot("own_v")]
 
     def send(self) -> Outgoing:
         """Add the gradient to the momentum, and send the fast part: m_i <- beta m_i + s g_i;  q_i <- C(m_i)."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from thinwire.codecs import Codec, Dense
 from thinwire.core.optimizer import PolicyOptions, Start
 from thinwire.core.outgoing import Arrived
-from thinwire.core.slots import log, overwrite
+from thinwire.core.slots import clipped, log, overwrite
 from thinwire.core.states import State, StateAveraging, state_codecs, state_periods
 from thinwire.links.base import Link
 from thinwire.maths import low_rank
@@ -128,7 +128,11 @@ class LoRDO(StateAveraging):
             self.engine.invalid_next = self.policy.on_nonfinite == "raise"  # all raise together in the next round
             return
         low_rank.step(
-            self._active, self.state, self.groups(), qh=self.qh, clip=self.clip_gradients(self.gradients(), self.clip_norm)
+            self._active,
+            self.state,
+            self.groups(),
+            qh=self.qh,
+            clip=clipped(self.gradients(), self.clip_factor(self.clip_norm)),
         )
 
     def apply(self, arrived: Arrived) -> None:

@@ -31,7 +31,9 @@ from torch.optim import Optimizer
 from thinwire.core.exchange import Exchange, Gathered, post
 from thinwire.core.on_device import OnDevice, kind_on_device
 from thinwire.core.outgoing import Arrived, Outgoing
+from thinwire.core.slots import SlotOptimizer
 from thinwire.errors import LinkError, RoundAborted, WireError
+from thinwire.payload import LARGEST, finite_flag
 from thinwire.sharding.shards import local
 
 if TYPE_CHECKING:
@@ -214,7 +216,7 @@ class DeviceGate:
 
     def local_step(self, opt: Wrapper) -> None:
         """One step of the inner optimizer; on the device it is left out where this worker's gradient is not finite."""
-        invalid = ~opt.finite_gradients()
+        invalid = ~_finite_gradients(opt)
         inner, number = opt.inner, opt.steps
         by_itself = _leaves_out_steps(inner)
         before = None if by_itself else Selected(_on_device(opt.params(), inner.state.values()))
@@ -239,7 +241,7 @@ class DeviceGate:
 
     def send_if_finite(self, opt: Algorithm) -> None:
         """For methods that send gradients: where this worker's are not finite its message says so, and counts are put right."""
-        invalid = self.engine.invalid_next = ~opt.finite_gradients()
+        invalid = self.engine.invalid_next = ~_finite_gradients(opt)
         self._decided.append((invalid.float().reshape(1), HostValues([], opt.own_state), lambda _: None))
 
     # --- Rounds ----------------------------------------------------------------------------------------------------------
@@ -250,7 +252,7 @@ class DeviceGate:
         kind = kind_on_device(outgoing, opt.link)
         if kind is None or (self.engine.tau and issubclass(kind, Gathered)):  # which may be asked for again
             return post(opt.link, outgoing, **how)
-        before = Selected(opt.changed_by_sending())
+        before = Selected(t for name in opt.changed_by_sending for t in opt.slot(name))
         exchange = kind(opt.link, outgoing, **how)
         before.unless(exchange.invalid)
         return exchange
@@ -260,7 +262,8 @@ class DeviceGate:
         opt, exchange = self.engine.opt, flight.exchange
         assert isinstance(exchange, OnDevice) and arrived.refused is not None
         told, synced = partial(exchange.refusal_of, flight.number, exchange.peers), opt.steps - opt.pending_steps
-        states = [opt.own_state, *opt.inner_in_rounds()]
+        inner = None if opt.rounds_leave_inner else getattr(opt, "inner", None)
+        states = [opt.own_state, *([] if inner is None else [inner.state])]
         before = Selected(_on_device(opt.params(), [entries for state in states for entries in state.values()]))
         kept = HostValues(opt.param_groups, *states)
         self._decided.append((exchange.verdict, kept, partial(self._round_was_refused, flight, told, synced)))
@@ -277,6 +280,13 @@ class DeviceGate:
         if isinstance(refusal, WireError):
             raise refusal
         self.engine.refuse(refusal, number=flight.number, step=flight.step)
+
+
+def _finite_gradients(opt: SlotOptimizer) -> Tensor:
+    """`SlotOptimizer.gradients_finite` as a 0-d tensor on the device, which nobody has looked at."""
+    found = finite_flag([local(p.grad) for p in opt._active if p.grad is not None], LARGEST)
+    found = torch.ones((), dtype=torch.bool, device=opt.params()[0].device) if found is None else found
+    return ~opt.shards.any(~found)
 
 
 def _on_device(params: Iterable[Tensor], states: Iterable[Mapping[str, Any]]) -> Iterable[Tensor]:

@@ -62,6 +62,8 @@ class Algorithm(JoiningOptimizer, Reporting):
     takes_over: ClassVar[tuple[str, ...]] = ()  # slots that it takes from the inner optimizer of a start, where that has them
     takes_schedules: ClassVar[bool] = False  # whether it may have other codecs in later rounds
     second_moment: ClassVar[tuple[str, str] | None] = None  # slots of this worker's own, and of how many gradients it is
+    changed_by_sending: ClassVar[tuple[str, ...]] = ()  # slots that making a message changes, whatever becomes of the round
+    rounds_leave_inner: ClassVar[bool] = False  # whether `apply` never changes the inner optimizer's state
     in_pairs: ClassVar[bool] = False  # a round is between two workers: one pair may refuse it while the others take it
 
     # GradScaler then always calls step() and leaves the unscaling to us. Without it, the one worker that found an Inf would
@@ -142,14 +144,6 @@ class Algorithm(JoiningOptimizer, Reporting):
         for name in self._slots:
             if name not in self.replicated:
                 zero_invalid_(self.slot(name))
-
-    def changed_by_sending(self) -> list[Tensor]:
-        """What making a message changes, though the round may yet be refused; nothing for most."""
-        return []
-
-    def inner_in_rounds(self) -> list[Mapping[Tensor, dict[str, Any]]]:
-        """State of an inner optimizer that `apply` may change, by parameter; there is none without one."""
-        return []
 
     def committed(self) -> None:
         """Told when all workers are about to apply a round."""

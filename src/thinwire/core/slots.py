@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from thinwire.codecs import Chain, Codec, CodecSchedule
 from thinwire.errors import CheckpointError, ConfigError
-from thinwire.payload import LARGEST, all_finite, finite_flag
+from thinwire.payload import LARGEST, all_finite
 from thinwire.sharding.shards import Shards, local, reshard
 
 log = logging.getLogger("thinwire")
@@ -136,12 +136,6 @@ class SlotOptimizer(Optimizer):
         grads = [local(p.grad) for p in self._active if p.grad is not None]
         return not self.shards.any(not all_finite(grads, LARGEST))
 
-    def finite_gradients(self) -> Tensor:
-        """`gradients_finite` as a 0-d tensor on the device, which nobody has looked at."""
-        found = finite_flag([local(p.grad) for p in self._active if p.grad is not None], LARGEST)
-        found = torch.ones((), dtype=torch.bool, device=self.params()[0].device) if found is None else found
-        return ~self.shards.any(~found)
-
     def params_finite(self) -> bool:
         """Whether this worker's parameters are finite, on all of its shards."""
         return not self.shards.any(not all_finite(self.params()))
@@ -160,14 +154,6 @@ class SlotOptimizer(Optimizer):
             return (max_norm / (norm + 1e-6)).clamp(max=1.0)
         (square,) = self.shards.totals([float(norm) ** 2])
         return min(1.0, max_norm / (math.sqrt(square) + 1e-6))
-
-    def clip_gradients(self, grads: list[Tensor], max_norm: float) -> float:
-        """`clip_factor` for those who need a number; off the CPU the gradients are clipped in place instead, and it is 1."""
-        factor = self.clip_factor(max_norm)
-        if isinstance(factor, Tensor):
-            torch._foreach_mul_(grads, factor)
-            return 1.0
-        return factor
 
     # --- Parameter groups ------------------------------------------------------------------------------------------------
 
@@ -302,6 +288,14 @@ class SlotOptimizer(Optimizer):
         """The method and its settings, on one line."""
         settings = ", ".join(f"{k}={v!r}" for k, v in self.settings.items())
         return f"{type(self).__name__}({settings})"
+
+
+def clipped(grads: list[Tensor], factor: float | Tensor) -> float:
+    """A `clip_factor` for those who need a number; by one that nobody has looked at gradients are multiplied in place."""
+    if isinstance(factor, Tensor):
+        torch._foreach_mul_(grads, factor)
+        return 1.0
+    return factor
 
 
 def overwrite(params: list[Tensor], values: list[Tensor], model: nn.Module | None = None) -> None:

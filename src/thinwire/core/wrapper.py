@@ -50,7 +50,6 @@ class Wrapper(Algorithm):
     """
 
     usual_inner: ClassVar[str] = "adamw"  # of runs that name no inner optimizer
-    rounds_leave_inner: ClassVar[bool] = False  # whether `apply` never changes the inner optimizer's state
 
     def __init__(
         self,
@@ -227,10 +226,6 @@ class Wrapper(Algorithm):
             overwrite(self.params(), self.slot("anchor"))
             for tensors in self.inner_state().values():
                 zero_invalid_(tensors)
-
-    def inner_in_rounds(self) -> list[Mapping[Tensor, dict[str, Any]]]:
-        """The inner optimizer's state, unless a method says that its rounds leave it alone."""
-        return [] if self.rounds_leave_inner else [self.inner.state]
 
     def agreed(self) -> list[Tensor] | None:
         """The anchor, where there is one."""

@@ -175,8 +175,8 @@ def _look_at_job(flags: DoctorFlags, pid: int) -> int:
 
 def _count_crossings(flags: DoctorFlags) -> int:
     """Say how often steps and rounds make the host wait for a device."""
-    names, backends = [flags.algorithm] if flags.algorithm else sorted(found()), (syncs.NCCL, syncs.GLOO)
-    rows = [row for name in names for at in backends for row in syncs.audit_named(name, wire=flags.codec, backend=at)]
+    names = [flags.algorithm] if flags.algorithm else sorted(found())
+    rows = [row for name in names for at in syncs.BACKENDS for row in syncs.audit_named(name, wire=flags.codec, backend=at)]
     if flags.json is not None:
         _write({"rows": [row.as_json() for row in rows]}, flags.json)
     if flags.json != "-":

@@ -88,7 +88,7 @@ class PretendTensor(Tensor):
         """That of its memory."""
         return self.host.data_ptr()
 
-    def numpy(self, **_: Any) -> Any:  # type: ignore[override]
+    def numpy(self, **_: Any) -> Any:
         """Refuse, as for any tensor that is not on the CPU."""
         raise TypeError("can't convert a tensor of the pretend device to numpy: copy it to the host with .cpu() first")
 

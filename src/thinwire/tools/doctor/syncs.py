@@ -22,8 +22,7 @@ from thinwire.tools.doctor.pretend import TO_DEVICE, TO_HOST, Audit, Crossing, P
 from thinwire.tools.doctor.pretend import device as pretend_device
 
 Backend = Literal["nccl", "gloo"]
-NCCL: Backend = "nccl"
-GLOO: Backend = "gloo"
+BACKENDS: tuple[Backend, ...] = ("nccl", "gloo")
 Make = Callable[[list[nn.Parameter], Link], Algorithm]
 
 SHAPES = (
@@ -54,7 +53,7 @@ class PretendLink(LinkDecorator):
     @property
     def moves_devices(self) -> bool:
         """As the backend does."""
-        return self.backend == NCCL
+        return self.backend == "nccl"
 
     def post(self, payload: Payload, op: Op) -> Ticket:
         """Post on the wrapped link what it would be given on the host."""

@@ -77,9 +77,7 @@ def whitening(
     return Made((g, v), make, make_all)
 
 
-def _all_whitened(
-    g: list[Tensor], v: list[Tensor], *, b2: float, eps: float, step: int, clip: float = 1.0
-) -> Sequence[Tensor]:
+def _all_whitened(g: list[Tensor], v: list[Tensor], *, b2: float, eps: float, step: int, clip: float = 1.0) -> Sequence[Tensor]:
     """`whitened` of many tensors in few operations."""
     wide = [t.to(like.dtype) for t, like in zip(g, v, strict=True)]
     if isinstance(clip, Tensor) or clip != 1:

@@ -33,7 +33,7 @@ def on_device(stages: Stages, device: torch.device) -> bool:
 @contextlib.contextmanager
 def everywhere() -> Iterator[None]:
     """Within it, torch operations are used on CPUs too: for tests that compare both backends."""
-    global _everywhere  # noqa: PLW0603
+    global _everywhere
     before, _everywhere = _everywhere, True
     try:
         yield

@@ -129,7 +129,7 @@ class Chunk:
 def chunks_of(group: Group, entries: int) -> tuple[Chunk, ...]:
     """The blocks of a group in chunks of at most so many entries (or one block)."""
     room = max(1, entries // group.L)
-    wide = [grid for grid in group.grids if grid.X > room]
+    wide = [grid for grid in group.grids if room < grid.X]
     found = [[piece] for piece in cut_grids(wide, room)]  # parts of rows of blocks
     for x, places in alike([grid.X for grid in group.grids]):
         if x <= room:

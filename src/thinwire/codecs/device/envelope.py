@@ -67,9 +67,7 @@ def open_all(raw: Tensor, senders: Sequence[int], frames: Sequence[Frame], *, fi
     return Opened(torch.stack(wrong).any(0), flags, weights, words[:, 4])
 
 
-def seal_unless(
-    invalid: Tensor, body: Payload, envelope: Envelope, *, fingerprint: int, round: int, parts: int
-) -> Payload:
+def seal_unless(invalid: Tensor, body: Payload, envelope: Envelope, *, fingerprint: int, round: int, parts: int) -> Payload:
     """`wire.seal`, as an invalid contribution where a flag on the device (0-d) says so, which nobody looks at."""
     how = {"fingerprint": fingerprint, "round": round, "parts": parts}
     valid, refused = (seal(body, replace(envelope, invalid=flag), **how) for flag in (False, True))
@@ -110,8 +108,7 @@ def unseal_all(
         if not told[:, 0].any():
             return [_unsealed(*each) for each in zip(messages, senders, told, strict=True)]
     return [
-        unseal(m, fingerprint=fingerprint, round=round, sender=s, nbytes=nbytes)
-        for m, s in zip(messages, senders, strict=True)
+        unseal(m, fingerprint=fingerprint, round=round, sender=s, nbytes=nbytes) for m, s in zip(messages, senders, strict=True)
     ]
 
 

@@ -23,7 +23,7 @@ def off_host(device: torch.device) -> bool:
 
 def on_device(stages: Stages, device: torch.device) -> bool:
     """Whether messages of tensors there are made and read in torch operations: off the CPU, of stages that it knows."""
-    if not off_host(device):
+    if not off_host(device) or device.type == "mps":  # which has no float64
         return False
     selection, codes = stages.selection, [code for _, code in INDEX_CODES.items()]
     chosen = not selection.indexed or (type(selection) in BY_SIZE and all(code in KNOWN for code in codes))

@@ -44,7 +44,6 @@ from thinwire.codecs import (
     TopK,
 )
 from thinwire.codecs.device import chunks
-from thinwire.codecs.device.backend import everywhere
 from thinwire.codecs.device.checksum import crc32
 from thinwire.codecs.device.decoder import DeviceReceived
 from thinwire.codecs.device.encoder import DeviceEncoded
@@ -54,6 +53,7 @@ from thinwire.codecs.device.positions import POSITIONS, largest
 from thinwire.codecs.indices import Bitmap, EliasFano, Packed
 from thinwire.codecs.parts import frames_of
 from thinwire.codecs.stages import Stages, Transform
+from thinwire.codecs.stages import torch_everywhere as everywhere
 from thinwire.codecs.wire import HEADER_NBYTES, Envelope, fingerprint, seal, unseal
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.errors import WireError

@@ -12,7 +12,7 @@ import math
 import random
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,21 +38,22 @@ from thinwire.codecs import (
     Messages,
     Parts,
     RandomK,
+    RandomOrthogonal,
     Sign,
     Striding,
     TopK,
 )
 from thinwire.codecs.device import chunks
-from thinwire.codecs.device.backend import everywhere
 from thinwire.codecs.device.checksum import crc32
 from thinwire.codecs.device.decoder import DeviceReceived
 from thinwire.codecs.device.encoder import DeviceEncoded
 from thinwire.codecs.device.envelope import open_all, seal_unless, unseal_all
 from thinwire.codecs.device.indices import read_indices, write_indices
-from thinwire.codecs.device.positions import POSITIONS
+from thinwire.codecs.device.positions import POSITIONS, largest
 from thinwire.codecs.indices import Bitmap, EliasFano, Packed
 from thinwire.codecs.parts import frames_of
 from thinwire.codecs.stages import Stages, Transform
+from thinwire.codecs.stages import torch_everywhere as everywhere
 from thinwire.codecs.wire import HEADER_NBYTES, Envelope, fingerprint, seal, unseal
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.errors import WireError
@@ -86,7 +87,7 @@ def same(found: Tensor, due: Tensor) -> bool:
 
 
 def some_shapes(rng: random.Random, chain: Chain, count: int = 4) -> Shapes:
-    """Shapes with and without padding, some of several pieces; a transform that changes must have none, since zeros are ties."""
+    """Shapes with and without padding; a transform that changes must have none, since zeros are ties."""
     found: Shapes = []
     for _ in range(count):
         dims = [rng.choice((rng.randint(1, 20), rng.randint(1, 90))) for _ in range(rng.choice((1, 2, 2, 2, 3)))]
@@ -175,7 +176,7 @@ def test_messages_residuals_and_means_are_those_of_the_host() -> None:
 @pytest.mark.usefixtures("equal_coefficients")
 def test_messages_residuals_and_means_are_those_of_the_host_for_1000_shapes_of_each_codec() -> None:
     _many(250 * len(_CHAINS), _CHAINS)
-    _many(2000, CHAINS)
+    _many(500, CHAINS)
 
 
 @pytest.mark.usefixtures("equal_coefficients")
@@ -189,14 +190,18 @@ def test_chunks_of_any_size_say_the_same(entries: int, monkeypatch: pytest.Monke
 
 
 def test_transforms_and_slots_agree_up_to_rounding() -> None:
-    """With real transforms: what is accumulated and what arrives, of tensors that are made piece by piece and not contiguous."""
+    """With real transforms: what is accumulated and what arrives, of tensors that are made, and of one that has gaps."""
     shapes: Shapes = [(130, 70), (64, 128), (33,), (5, 6, 7), (64, 64)]
     like = [torch.empty(shape, device="meta") for shape in shapes]
-    for chain in (Chain.of(DCT(64) >> TopK(9) >> Float("bf16")), TRANSFORMS[3] >> TopK(0.3) >> Int8(), DCT(8) >> Striding(9)):
+    for chain in (
+        Chain.of(DCT(64) >> TopK(9) >> Float("bf16")),
+        RandomOrthogonal(8, seed=5) >> TopK(0.3) >> Int8(),
+        DCT(8) >> Striding(9),
+    ):
         grads = normal(shapes, 1)
         grads[0] = grads[0].T.contiguous().T
         grads[1] = grads[1].bfloat16()
-        made = Made((grads, [torch.full_like(g, 2.0) for g in grads]), lambda i, g, f: g * f)  # noqa: ARG005
+        made = Made((grads, [torch.full_like(g, 2.0) for g in grads]), lambda i, g, f: g * f)
         found: list[list[Tensor]] = []
         for device in (False, True):
             slots = normal(chain.slot_shapes(like), 2)
@@ -218,7 +223,8 @@ def test_transforms_and_slots_agree_up_to_rounding() -> None:
 
 
 def test_whatever_is_not_finite_is_told() -> None:
-    for chain, bad in itertools.product((Chain.of(Sign()), DCT(8) >> TopK(3) >> Int8(), Chain.of(Float("fp16"))), (math.inf, -math.inf)):
+    chains = (Chain.of(Sign()), DCT(8) >> TopK(3) >> Int8(), Chain.of(Float("fp16")))
+    for chain, bad in itertools.product(chains, (math.inf, -math.inf)):
         tensors = [torch.randn(16, 16), torch.full((4,), bad)]
         with everywhere():
             encoded = chain.encode_tensors(tensors)
@@ -246,7 +252,18 @@ def test_positions_are_those_of_the_host(chosen: RandomK | Striding) -> None:
         assert torch.equal(POSITIONS[type(chosen)](chosen, L, round, 3, 40, CPU), due)
 
 
-@pytest.mark.parametrize("L, k", [(1, 1), (8, 8), (64, 3), (100, 50), (4096, 32), (4096, 128), (70000, 5), (3000, 2999)])
+def test_of_equal_entries_the_first_are_taken() -> None:
+    g = torch.Generator().manual_seed(0)
+    blocks = torch.randint(-3, 4, (200, 40), generator=g).float() * torch.tensor([1.0, -1.0]).repeat(20)
+    blocks[0], blocks[1, 7], blocks[2, ::5] = 0.0, math.nan, -math.inf
+    sizes = blocks.abs().nan_to_num(nan=math.inf, posinf=9.0)
+    due = sizes.sort(dim=1, descending=True, stable=True).indices[:, :9].sort(1).values
+    places, values = largest(blocks, 9)
+    assert torch.equal(places, due)
+    assert torch.equal(values.nan_to_num(), blocks.gather(1, due).nan_to_num())
+
+
+@pytest.mark.parametrize(("L", "k"), [(1, 1), (8, 8), (64, 3), (100, 50), (4096, 32), (4096, 128), (70000, 5), (3000, 2999)])
 def test_every_index_code_is_read_and_written_as_on_the_host(L: int, k: int) -> None:
     """Those that are not the shortest too, and ranges of them."""
     g = torch.Generator().manual_seed(L + k)
@@ -354,23 +371,27 @@ def _envelopes_agree(rng: random.Random, codec: Codec, shapes: Shapes, count: in
     assert frames is not None
     data = torch.stack([raw.data for raw in raws])
     opened = open_all(data, [1] * len(raws), frames, fingerprint=told, round=ROUND)
+    how: dict[str, Any] = {"fingerprint": told, "round": ROUND, "nbytes": nbytes}
     verdicts = Counter[bool]()
     for raw, wrong in zip(raws, opened.wrong.tolist(), strict=True):
-        try:
-            body, envelope = unseal(raw, fingerprint=told, round=ROUND, sender=1, nbytes=nbytes)
-        except WireError as error:
-            verdicts[True] += 1
-            assert wrong, error
-            with everywhere(), pytest.raises(WireError) as caught:
-                unseal_all([raw], fingerprint=told, round=ROUND, nbytes=nbytes, frames=frames)
-            assert str(caught.value) == str(error)
-        else:  # other parts than those of this codec, soundly framed: the host is asked
-            verdicts[False] += 1
-            assert not wrong or len(frames) > 1 or raw.data[HEADER_NBYTES + 16 : HEADER_NBYTES + 24].any()
-            with everywhere():
-                ((data_, found),) = unseal_all([raw], fingerprint=told, round=ROUND, nbytes=nbytes, frames=frames)
-            assert found == envelope and torch.equal(data_.data, body.data)
+        due = _outcome(lambda raw=raw: unseal(raw, sender=1, **how))
+        with everywhere():
+            found = _outcome(lambda raw=raw: unseal_all([raw], frames=frames, **how)[0])
+        assert found == due
+        refused = isinstance(due, str)
+        # Parts that are sound, but not those that this codec makes, are left to the host, which has the last word.
+        assert wrong == refused or (wrong and len(frames) > 1)
+        verdicts[refused] += 1
     return verdicts
+
+
+def _outcome(call: Callable[[], tuple[Payload, Envelope]]) -> str | tuple[bytes, Envelope]:
+    """What was opened, or why not."""
+    try:
+        body, envelope = call()
+    except WireError as error:
+        return str(error)
+    return body.to_bytes(), envelope
 
 
 def test_damaged_envelopes_get_the_verdict_of_the_host() -> None:
@@ -406,7 +427,7 @@ class Launches(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         self.count += not (func.is_view or "empty" in name or name in ("_unsafe_view", "_reshape_alias", "lift_fresh"))
         return func(*args, **(kwargs or {}))
@@ -473,7 +494,7 @@ def _trained(name: str, *, device: bool, **settings: Any) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "name, settings",
+    ("name", "settings"),
     [
         ("demo", {}),
         ("demo", {"codec": DCT(8) >> TopK(6) >> Float("bf16"), "phi": "sign", "whiten": False}),

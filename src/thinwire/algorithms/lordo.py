@@ -127,13 +127,8 @@ class LoRDO(StateAveraging):
             log.warning("rank %d, step %d: NaN or Inf in the gradient, local step skipped", self.peers.id, self.steps)
             self.engine.invalid_next = self.policy.on_nonfinite == "raise"  # all raise together in the next round
             return
-        low_rank.step(
-            self._active,
-            self.state,
-            self.groups(),
-            qh=self.qh,
-            clip=clipped(self.gradients(), self.clip_factor(self.clip_norm)),
-        )
+        clip = clipped(self.gradients(), self.clip_factor(self.clip_norm))
+        low_rank.step(self._active, self.state, self.groups(), qh=self.qh, clip=clip)
 
     def apply(self, arrived: Arrived) -> None:
         """All states that are due, then a new projector where the parameters are among them."""

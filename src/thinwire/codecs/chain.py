@@ -35,7 +35,7 @@ from thinwire.codecs.encoder import Encoded, PerTensor
 from thinwire.codecs.layout import Shape
 from thinwire.codecs.made import Made
 from thinwire.codecs.message_plan import Plan, plan_of, shapes_of
-from thinwire.codecs.stages import RUN, Floats, Indices, Row, Selection, Stages, Transform, Values, finite
+from thinwire.codecs.stages import RUN, Floats, Indices, Row, Selection, Stages, Transform, Values, finite, off_host
 from thinwire.codecs.wire import MOST_PARTS, PART_NBYTES, check_part, same_part
 from thinwire.errors import ConfigError, WireError, check_choice, check_whole_number
 from thinwire.payload import Payload
@@ -326,7 +326,8 @@ class Chain(Stages, Codec):
     def _encoder(self, tensors: Sequence[Tensor] | Made) -> Any:
         """The module that encodes tensors where they are: numpy and C kernels on a CPU, torch operations elsewhere."""
         held = tensors.sources[0] if isinstance(tensors, Made) else tensors
-        return device_encoder if len(held) and on_device(self, held[0].device) else encoder
+        elsewhere = len(held) and off_host(held[0].device) and on_device(self, held[0].device)
+        return device_encoder if elsewhere else encoder
 
     def decode(self, payload: Payload, like: Sequence[Tensor], *, round: int = 0) -> list[Tensor]:
         """The tensors that a message says."""
@@ -367,7 +368,7 @@ class Chain(Stages, Codec):
             WireError: before anything is decoded into tensors.
         """
         plan = self.plan(messages.like)
-        if on_device(self, messages.payloads[0].data.device):
+        if off_host(device := messages.payloads[0].data.device) and on_device(self, device):
             return DeviceReceived(self, plan, messages)
         return Received(self, plan, messages, own)
 

@@ -91,7 +91,7 @@ class Received:
 
     def _unchanged(self, nth: int, sent: Message) -> bool:
         """Whether a worker's message came back as it was sent, and as something that may be sent."""
-        return sent.finite and np.array_equal(self._bodies[nth], _bytes(sent.payload))
+        return bool(sent.finite) and np.array_equal(self._bodies[nth], _bytes(sent.payload))
 
     def _room(self, number: int, group: Group) -> NDArray[np.integer] | None:
         """Room for the indices of a group in all messages, [workers, blocks, k]; None where none are sent."""

@@ -48,7 +48,7 @@ class Made:
     def _runs(self) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         for i, tensors in enumerate(zip(*self.sources, strict=True)):
             whole = tuple(t.detach() for t in tensors)
-            if all(t.is_contiguous() for t in whole):
+            if all(t.is_contiguous() and t.device.type == "cpu" for t in whole):
                 yield from ((i, parts) for parts in zip(*(t.view(-1).split(_RUN) for t in whole), strict=True))
             else:
                 yield i, whole

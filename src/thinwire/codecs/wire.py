@@ -21,10 +21,9 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec
 from thinwire.codecs.bits import Bytes
-from thinwire.codecs.device.backend import off_host
 from thinwire.codecs.device.bits import bytes_on
 from thinwire.codecs.device.checksum import crc32
-from thinwire.codecs.stages import DENSE_GROUP
+from thinwire.codecs.stages import DENSE_GROUP, off_host
 from thinwire.errors import WireError
 from thinwire.payload import Payload
 
@@ -225,6 +224,15 @@ def unseal(message: Payload, *, fingerprint: int, round: int, sender: int, nbyte
         return _unseal(message, fingerprint, round, sender, nbytes)
     except WireError as error:
         raise WireError(str(error), rank=sender) from None
+
+
+def unseal_each(messages: Sequence[Payload], *, fingerprint: int, round: int, nbytes: int) -> list[tuple[Payload, Envelope]]:
+    """`unseal` of the messages of all workers, which say whose they are."""
+    opened = []
+    for message in messages:
+        assert message.sender is not None, "a link says whose message it brings"
+        opened.append(unseal(message, fingerprint=fingerprint, round=round, sender=message.sender, nbytes=nbytes))
+    return opened
 
 
 def _unseal(message: Payload, fingerprint: int, round: int, sender: int, nbytes: int) -> tuple[Payload, Envelope]:

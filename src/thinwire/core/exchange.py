@@ -30,7 +30,8 @@ from thinwire.codecs.dense import Dense
 from thinwire.codecs.device.envelope import unseal_all
 from thinwire.codecs.made import Made
 from thinwire.codecs.parts import frames_of
-from thinwire.codecs.wire import PART_NBYTES, Envelope, fingerprint, read_flags, seal
+from thinwire.codecs.stages import off_host
+from thinwire.codecs.wire import PART_NBYTES, Envelope, fingerprint, read_flags, seal, unseal_each
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.errors import DamagedRound, NonFiniteRound, WireError, check_whole_number
 from thinwire.links.base import Link, Peers
@@ -295,12 +296,13 @@ class Gathered(Exchange):
 
     @functools.cached_property
     def _frames(self) -> list[tuple[int, int]] | None:
+        """Of messages on a device: where their parts are, so that nobody has to look."""
         return frames_of(self.codec, self.like)
 
     def _message(self, body: Payload, invalid: bool) -> tuple[Payload, Op]:
         if self.outgoing.pair is not None:
             body = replace(body, partner=next((r for r in self.outgoing.pair if r != self.peers.rank), None))
-        parts = None if self._frames is None else len(self._frames)
+        parts = len(self._frames) if off_host(body.data.device) and self._frames is not None else None
         sealed = seal(body, self._envelope(invalid), fingerprint=self._fingerprint, round=self.round, parts=parts)
         return sealed, "gather" if self.outgoing.pair is None else "pair"
 
@@ -308,8 +310,11 @@ class Gathered(Exchange):
         return Envelope(self.peers.id, 1.0 if self.weight is None else self.weight, invalid=invalid, missing=self.missing)
 
     def _open(self, payloads: list[Payload]) -> tuple[list[Payload], list[float] | None, list[int]]:
-        nbytes, told = self.codec.nbytes(self.like), self._fingerprint
-        opened = unseal_all(payloads, fingerprint=told, round=self.round, nbytes=nbytes, frames=self._frames)
+        how = {"fingerprint": self._fingerprint, "round": self.round, "nbytes": self.codec.nbytes(self.like)}
+        if off_host(payloads[0].data.device):
+            opened = unseal_all(payloads, frames=self._frames, **how)
+        else:
+            opened = unseal_each(payloads, **how)
         weights = [e.weight for _, e in opened]
         if self.weight is None and (odd := [e for _, e in opened if e.weight != 1]):
             raise WireError(f"weight {odd[0].weight:g}, where this worker gives no weight", rank=odd[0].sender)

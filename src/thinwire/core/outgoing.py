@@ -163,12 +163,22 @@ class Arrived:
             return _side_by_side(tensors, self.sent, *others)
         return self._encoded.each(tensors, *others)
 
+    @property
+    def on_device(self) -> bool:
+        """Whether the mean is decoded on a device, where operations on lists of pieces cost less than one on each."""
+        return isinstance(self._received, DeviceReceived)
+
     def together(
         self, tensors: Sequence[Tensor], *others: Sequence[Tensor | None], scale: Tensor | None = None
-    ) -> Iterator[Any] | None:
-        """`each` in lists of many pieces: see `DeviceReceived.together`. None where the mean is not on a device."""
-        received = self._received
-        return received.together(tensors, *others, scale=scale) if isinstance(received, DeviceReceived) else None
+    ) -> Iterator[Any]:
+        """`each` in lists: of many pieces on a device, where `scale` may be given, and of one elsewhere.
+
+        See `DeviceReceived.together`.
+        """
+        if isinstance(self._received, DeviceReceived):
+            return self._received.together(tensors, *others, scale=scale)
+        assert scale is None
+        return (tuple([part] for part in parts) for parts in self.each(tensors, *others))
 
     def squares(self) -> list[float] | Tensor:
         """The sum of squares of each tensor's mean: see `Received.squares`; a tensor on a device."""

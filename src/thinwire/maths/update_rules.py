@@ -77,9 +77,7 @@ def whitening(
     return Made((g, v), make, make_all)
 
 
-def _all_whitened(
-    g: list[Tensor], v: list[Tensor], *, b2: float, eps: float, step: int, clip: float = 1.0
-) -> Sequence[Tensor]:
+def _all_whitened(g: list[Tensor], v: list[Tensor], *, b2: float, eps: float, step: int, clip: float = 1.0) -> Sequence[Tensor]:
     """`whitened` of many tensors in few operations."""
     wide = [t.to(like.dtype) for t, like in zip(g, v, strict=True)]
     if isinstance(clip, Tensor) or clip != 1:
@@ -194,7 +192,8 @@ def apply_shared(
     for count in counts:
         if count is not None:
             count.add_(1)
-    if not whole and all(g["phi"] != "adam" for g in groups) and _apply_together(shared, x, groups, rms):
+    if shared.on_device and not whole and all(g["phi"] != "adam" for g in groups):
+        _apply_together(shared, x, groups, rms)
         return
     rms = rms.tolist() if isinstance(rms, Tensor) else rms
     for i, part, Q, m_part, v_part in shared.each(target, m, v):
@@ -218,18 +217,15 @@ def rms_of(shared: Arrived, shards: Shards, params: Sequence[Tensor]) -> list[fl
     return [math.sqrt(s / n) for s, n in zip(shards.totals(squares), lengths, strict=True)]
 
 
-def _apply_together(shared: Arrived, x: list[Tensor], groups: list[dict[str, Any]], rms: Sequence[float] | Tensor) -> bool:
-    """The step of rules without moments in few operations, where the update is on a device; False where it is not."""
+def _apply_together(shared: Arrived, x: list[Tensor], groups: list[dict[str, Any]], rms: Sequence[float] | Tensor) -> None:
+    """The step of rules without moments in few operations, of an update on a device."""
     scale = None
     if isinstance(rms, Tensor):
         unit = table(tuple(g["phi"] == "unit" for g in groups), torch.bool, rms.device)
         scale = torch.where(unit, rms.clamp_min(1e-30).reciprocal_(), number(1, rms.dtype, rms.device)).float()
-    if (pieces := shared.together(x, scale=scale)) is None:
-        return False
-    for places, parts, Q in pieces:
+    for places, parts, Q in shared.together(x, scale=scale):
         for (rule, lr), some in alike([(groups[i]["phi"], groups[i]["lr"]) for i in places]):
             update = [Q[n] for n in some]
             if rule in ("sign", "muon"):  # of what is no matrix muon takes the sign
                 torch._foreach_sign_(update)
             torch._foreach_sub_([parts[n] for n in some], update, alpha=lr)
-    return True

@@ -63,9 +63,9 @@ class DeviceReceived(Received):
         self._format = format_of(chain.values)
         wrong = [self._check_headers()]
         self._places = [self._read_places(n, group, wrong) for n, group in enumerate(plan.layout.groups)]
-        self._most, squares = self._check_values(wrong)
+        self._most, squares = self._look_at_values(wrong)
         self._factor = factors(self.mean, squares.sqrt()) if self.mean.needs_norms else None
-        self._sent = [self._values(n) for n in range(len(plan.layout.groups))]
+        self._sent = [self._read_values(n) for n in range(len(plan.layout.groups))]
         self._whole: Tensor | None = None
         self.wrong = torch.stack(wrong).any(0)
         if raises:
@@ -130,7 +130,7 @@ class DeviceReceived(Received):
             wrong += bad_index_padding(section.code, self._raw[:, section.start : section.middle], section.blocks)
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
-    def _check_values(self, wrong: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def _look_at_values(self, wrong: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The largest value of all, and the squares of the norms of all messages where they are asked for."""
         most, squares = list[Tensor](), torch.zeros(len(self._raw), dtype=torch.float64, device=self.device)
         for section in (*self.plan.sections, *self.plan.whole):
@@ -154,7 +154,7 @@ class DeviceReceived(Received):
 
     # --- Reading -----------------------------------------------------------------------------------------------------------
 
-    def _values(self, number: int) -> Tensor:
+    def _read_values(self, number: int) -> Tensor:
         """The values of a group in all messages, [workers, blocks, k], with the factors that norms make."""
         read = [self._format.read(self._part(s), s.row, 0, s.count) for s in self.plan.of_group[number]]
         values = self._scaled(read[0] if len(read) == 1 else torch.cat(read, 1))

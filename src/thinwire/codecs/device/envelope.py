@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from thinwire.codecs.device.backend import off_host
 from thinwire.codecs.device.bits import aligned, table
 from thinwire.codecs.device.checksum import crc32
-from thinwire.codecs.wire import HEADER_NBYTES, INVALID, MISSING, PART_NBYTES, Envelope, envelope_header, seal, unseal
+from thinwire.codecs.stages import off_host
+from thinwire.codecs.wire import HEADER_NBYTES, INVALID, MISSING, PART_NBYTES, Envelope, envelope_header, seal, unseal_each
 from thinwire.payload import Payload
 
 Frame = tuple[int, int]  # where a part begins and ends in a body
@@ -70,9 +70,7 @@ def open_all(raw: Tensor, senders: Sequence[int], frames: Sequence[Frame], *, fi
     return Opened(torch.stack(wrong).any(0), invalid, flags, weights, words[:, 4])
 
 
-def seal_unless(
-    invalid: Tensor, body: Payload, envelope: Envelope, *, fingerprint: int, round: int, parts: int
-) -> Payload:
+def seal_unless(invalid: Tensor, body: Payload, envelope: Envelope, *, fingerprint: int, round: int, parts: int) -> Payload:
     """`wire.seal`, as an invalid contribution where a flag on the device (0-d) says so, which nobody looks at."""
     how = {"fingerprint": fingerprint, "round": round, "parts": parts}
     valid, refused = (seal(body, replace(envelope, invalid=flag), **how) for flag in (False, True))
@@ -103,19 +101,15 @@ def unseal_all(
         WireError: see `wire.unseal`.
     """
     senders = [message.sender for message in messages if message.sender is not None]
-    assert len(senders) == len(messages), "a link says whose message it brings"
     even = all(m.data.dtype == torch.uint8 and m.nbytes == HEADER_NBYTES + nbytes for m in messages)
-    if frames and even and off_host(messages[0].data.device):
+    if frames and even and len(senders) == len(messages) and off_host(messages[0].data.device):
         raw = torch.stack([message.data for message in messages])
         opened = open_all(raw, senders, frames, fingerprint=fingerprint, round=round)
         weights = opened.weights.view(torch.int32)
         told = torch.stack([opened.wrong, opened.flags, weights, opened.states], 1).cpu()
         if not told[:, 0].any():
             return [_unsealed(*each) for each in zip(messages, senders, told, strict=True)]
-    return [
-        unseal(m, fingerprint=fingerprint, round=round, sender=s, nbytes=nbytes)
-        for m, s in zip(messages, senders, strict=True)
-    ]
+    return unseal_each(messages, fingerprint=fingerprint, round=round, nbytes=nbytes)
 
 
 def _unsealed(message: Payload, sender: int, told: Tensor) -> tuple[Payload, Envelope]:

@@ -1,4 +1,4 @@
-"""Index codes for tensors on a device: the bytes of `codecs.indices`, and one flag per message for what is not sound in them."""
+"""Index codes for tensors on a device: the bytes of `codecs.indices`, and flags of the messages that are not sound."""
 
 from __future__ import annotations
 

@@ -26,7 +26,9 @@ def positions(selection: Selection, L: int, round: int, start: int, stop: int, d
 def largest(blocks: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Places of the k entries of largest magnitude of each block [n, L], in ascending order, and their values, both [n, k].
 
-    NaN counts as largest. Which of several equal entries is taken is not specified.
+    NaN counts as largest. Of several equal entries the first is taken, as the C kernels do.
     """
-    found = blocks.abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values
+    keys = blocks.abs().view(torch.int32).long()  # of floats that are not negative: in the order of the numbers
+    keys = keys.bitwise_left_shift_(32).sub_(torch.arange(blocks.shape[1], device=blocks.device))
+    found = (-keys.topk(k, dim=1, sorted=False).values).bitwise_and_(0xFFFFFFFF).sort(dim=1).values
     return found, blocks.gather(1, found)

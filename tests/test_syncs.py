@@ -128,6 +128,7 @@ ROUNDS: dict[tuple[str, str], Files] = {
     ("noloco", "gloo"): NOLOCO | {"core/exchange.py": 5},
 }
 FIRST_STEP: Files = {"core/gates.py": 4, "core/hashing.py": 3, "core/slots.py": 1, "maths/low_rank.py": 3} | DENSE | GATHERED
+FIRST_STEP |= {"codecs/device/bits.py": 40}  # tables that a process copies once
 ALARM: Files = {"core/hashing.py": 1, "core/replicas.py": 2}
 LAUNCHES = {"demo": 650, "decoupled-diloco": 700, "lordo": 300, "noloco": 330}  # of a round; of the others 100
 BARS = {"demo", "decoupled-diloco", "diloco", "mt-dao"}  # must never make the host wait over NCCL

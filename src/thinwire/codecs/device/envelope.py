@@ -6,16 +6,30 @@ are opened on the host one by one, which says what is wrong and decides.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from thinwire.codecs.device.bits import aligned, table
+from thinwire.codecs.device.bits import aligned, bytes_on, table
 from thinwire.codecs.device.checksum import crc32
 from thinwire.codecs.stages import off_host
-from thinwire.codecs.wire import HEADER_NBYTES, INVALID, MISSING, PART_NBYTES, Envelope, envelope_header, seal, unseal_each
+from thinwire.codecs.wire import (
+    HEADER_NBYTES,
+    INVALID,
+    MISSING,
+    PART_NBYTES,
+    Envelope,
+    envelope_header,
+    part_header,
+    seal,
+    unseal_each,
+    with_checksum,
+)
 from thinwire.payload import Payload
 
 Frame = tuple[int, int]  # where a part begins and ends in a body
@@ -72,9 +86,19 @@ def open_all(raw: Tensor, senders: Sequence[int], frames: Sequence[Frame], *, fi
 
 def seal_unless(invalid: Tensor, body: Payload, envelope: Envelope, *, fingerprint: int, round: int, parts: int) -> Payload:
     """`wire.seal`, as an invalid contribution where a flag on the device (0-d) says so, which nobody looks at."""
-    how = {"fingerprint": fingerprint, "round": round, "parts": parts}
-    valid, refused = (seal(body, replace(envelope, invalid=flag), **how) for flag in (False, True))
-    return valid.like(torch.where(invalid, refused.data, valid.data))
+    how = {"fingerprint": fingerprint, "round": round}
+    valid, nbytes = seal(body, envelope, parts=parts, **how), body.nbytes
+    # The other message is known to the host but for the zeros that follow.
+    told = envelope_header(replace(envelope, invalid=True), 1, nbytes, **how) + _part_of_zeros(nbytes)
+    head = bytes_on(told, body.data.device)
+    return valid.like(torch.where(invalid, pad(head, (0, valid.nbytes - len(head))), valid.data))
+
+
+@functools.lru_cache(maxsize=64)
+def _part_of_zeros(nbytes: int) -> bytes:
+    """The header of the part of an invalid message, of so many bytes with the zeros that follow it."""
+    rest = nbytes - PART_NBYTES
+    return with_checksum(part_header(0, 0, rest, 0), [np.zeros(rest, np.uint8)])
 
 
 def _damaged(raw: Tensor, stretches: Sequence[tuple[int, int, int]]) -> Tensor:

@@ -133,8 +133,10 @@ class TorchLink(Link):
                 done = work.is_completed()
                 if not done:
                     self._look_for_leavers(ticket)
+        # A wait with a limit keeps the host waiting under NCCL: of a round the GPU waits, and NCCL ends what takes too long.
+        on_device = self._device is not None and ticket.payload.purpose in ("round", "vote")
         try:
-            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            work.wait(*([] if on_device else [timedelta(seconds=max(deadline - time.monotonic(), 0.001))]))
         except RuntimeError as cause:
             raise self.fail(ticket, cause) from cause
 
@@ -319,9 +321,9 @@ class _Both:
     def __init__(self, works: Sequence[dist.Work]):
         self.works = works
 
-    def wait(self, limit: timedelta) -> None:
+    def wait(self, *limit: timedelta) -> None:
         for work in self.works:
-            work.wait(limit)
+            work.wait(*limit)
 
 
 def connect(*, backend: str | None = None, timeout: float = 600.0) -> Link:

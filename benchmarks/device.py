@@ -154,5 +154,6 @@ def show(figures: dict[str, Any]) -> None:
         for name, row in of_size["methods"].items():
             seconds = [f"{row[key]:.4f}" if key in row else "-" for key in ("local s", "round s", "round s of the host")]
             peak = row["peak MB beside the state"]
-            table.add_row(name, *seconds, "-" if peak is None else f"{peak:.0f}", row["waits"] or "none")
+            waits = row["waits"] or ("none" if peak is not None else "not looked at")
+            table.add_row(name, *seconds, "-" if peak is None else f"{peak:.0f}", waits)
         console.print(table)

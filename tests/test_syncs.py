@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import report_gpu
 from benchmarks.pair import SIZES, gpt_shapes
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -362,6 +363,12 @@ def test_a_local_step_and_a_dense_round_look_at_no_value(monkeypatch: pytest.Mon
         assert opt.rounds == 2
     with pytest.raises(RuntimeError, match="meta"):
         opt.gradients_finite()
+
+
+def test_the_checks_of_a_report_hold_on_the_pretend_device() -> None:
+    with Audit():
+        *sure, distance = report_gpu.checks(pretend_device()).values()
+    assert sure == [True] * 4 and isinstance(distance, float) and distance < 1e-6
 
 
 def test_counters_stay_on_the_host_whatever_the_default_device() -> None:

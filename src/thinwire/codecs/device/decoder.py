@@ -237,8 +237,9 @@ class DeviceReceived(Received):
             per_tensor = sums_of(limits.in_order(chunks, norms).square_(), tuple(grid.blocks for grid in group.grids))
             found.index_copy_(0, table(tuple(grid.index for grid in group.grids), torch.int64, self.device), per_tensor)
         if layout.dense:
-            per_tensor = sums_of(self._means_of_whole().double().square(), self._lengths_of_whole())
-            found.index_copy_(0, table(layout.dense, torch.int64, self.device), per_tensor)
+            means = self._means_of_whole().split(self._lengths_of_whole())
+            norms = torch.stack(torch._foreach_norm(means, 2, torch.float64))
+            found.index_copy_(0, table(layout.dense, torch.int64, self.device), norms.square_())
         return found
 
     def tensors(self) -> list[Tensor]:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from thinwire.errors import LinkError, WireError
 from thinwire.network import Op, Traffic, ring_traffic
 from thinwire.payload import Payload
@@ -111,7 +113,8 @@ class Link(ABC):
             payload: this worker's message.
             op: "gather" for everyone's messages in rank order, each with its `sender`, "mean" for their element-wise mean,
                 "broadcast" for that of worker `payload.source` (the others post a message of the same length, whose contents
-                do not matter). "pair" is no collective: the
+                do not matter), "deal" for the parts that all workers have for this one (`payload.dealt`, `payload.due`), in
+                rank order, each with its `sender`. "pair" is no collective: the
                 message goes to `payload.partner`, whose own comes back, and no other worker is waited for. Both members get
                 [the lower rank's, the higher rank's], both of one length; a worker without a partner gets its own.
         """
@@ -201,7 +204,7 @@ class LinkDecorator(Link):
 
 def sizes_of(op: Op, result: Sequence[Payload], workers: int) -> list[int]:
     """Message lengths in bytes of all workers that took part, as the result of an exchange shows them."""
-    return [p.nbytes for p in result] if op in ("gather", "pair") else [result[0].nbytes] * workers
+    return [p.nbytes for p in result] if op in ("gather", "pair", "deal") else [result[0].nbytes] * workers
 
 
 def check_length(payload: Payload, rank: int, nbytes: int) -> None:
@@ -231,6 +234,8 @@ def members_of(payload: Payload, op: Op, rank: int, size: int) -> tuple[int, ...
     Raises:
         LinkError: for a pair that cannot be, or a message in it whose length the other does not know.
     """
+    if op == "deal":
+        _check_dealt(payload, rank, size)
     if op != "pair":
         return tuple(range(size))
     if not payload.fixed:
@@ -238,6 +243,14 @@ def members_of(payload: Payload, op: Op, rank: int, size: int) -> tuple[int, ...
     if payload.partner is not None and (payload.partner == rank or not 0 <= payload.partner < size):
         raise LinkError(f"rank {rank} of {size} workers cannot be paired with rank {payload.partner}")
     return pair_of(rank, payload.partner)
+
+
+def _check_dealt(payload: Payload, rank: int, size: int) -> None:
+    """Raise a `LinkError` for a message whose parts are not one for each worker, or not all of it."""
+    dealt, due, raw = payload.dealt, payload.due, payload.data.dtype == torch.uint8
+    if not raw or len(dealt) != size or len(due) != size or sum(dealt) != payload.nbytes or dealt[rank] != due[rank]:
+        what = f"{payload.nbytes} bytes in parts of {list(dealt)} bytes, with {list(due)} bytes due"
+        raise LinkError(f"rank {rank}: a message that is dealt is bytes, with a part for each of {size} workers, got {what}")
 
 
 def pair_of(rank: int, partner: int | None) -> tuple[int, ...]:

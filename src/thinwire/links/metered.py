@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 from thinwire.errors import RoundAborted
 from thinwire.links.base import Link, LinkDecorator, Ticket, members_of, sizes_of
-from thinwire.network import Op
+from thinwire.network import Op, dealt_traffic
 from thinwire.payload import Payload
 
 
@@ -17,7 +17,7 @@ class Exchange:
 
     Attributes:
         purpose: "round", or "handshake" and "alarm" for the small control messages.
-        op: "mean", "gather", "broadcast" or "pair".
+        op: "mean", "gather", "broadcast", "pair" or "deal".
         payload: length of this worker's message in bytes.
         sent: bytes that left this worker, as the link's topology has it.
         received: bytes that reached it.
@@ -123,7 +123,7 @@ class _MeteredTicket(Ticket):
     def __init__(self, metered: Metered, ticket: Ticket, payload: Payload, op: Op):
         self.metered, self.ticket = metered, ticket
         self.op: Op = op
-        self.purpose, self.nbytes = payload.purpose, payload.nbytes
+        self.purpose, self.nbytes, self.dealt = payload.purpose, payload.nbytes, (payload.dealt, payload.due)
         self.members = members_of(payload, op, metered.rank, metered.size)
 
     def _finish(self) -> list[Payload]:
@@ -139,5 +139,7 @@ class _MeteredTicket(Ticket):
     def _book(self, sizes: list[int], started: float) -> None:
         link = self.metered.link
         seconds = link.now() - started
-        sent, received = link.traffic(self.op, sizes)
+        # Parts go straight to the worker that they are for, whatever the link makes of collectives.
+        dealt = dealt_traffic(*self.dealt, self.metered.rank) if self.op == "deal" else None
+        sent, received = dealt or link.traffic(self.op, sizes)
         self.metered.meter.add(Exchange(self.purpose, self.op, self.nbytes, sent, received, seconds))

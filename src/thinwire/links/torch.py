@@ -28,7 +28,7 @@ from thinwire.payload import Payload
 
 PATIENCE = 1.0  # seconds of a wait between two looks at who has left the job
 
-_CALLED = {"mean": "all-reduce", "gather": "all-gather", "broadcast": "broadcast"}
+_CALLED = {"mean": "all-reduce", "gather": "all-gather", "broadcast": "broadcast", "deal": "all-to-all"}
 
 
 class TorchLink(Link):
@@ -259,10 +259,19 @@ class _TorchTicket(Ticket):
         if self.op == "broadcast":
             source = dist.get_global_rank(group, self.payload.source) if group else self.payload.source
             return self._work(dist.broadcast(data, src=source, group=group, async_op=True))
+        if self.op == "deal":
+            return self._start_deal(data)
         if not self.payload.fixed:
             data = self._pad_to_longest(data)
         self.parts = [torch.empty_like(data) for _ in range(self.link.size)]
         return self._work(dist.all_gather(self.parts, data, group=group, async_op=True))
+
+    def _start_deal(self, data: Tensor) -> dist.Work:
+        """All lengths are known, so nothing is padded."""
+        due, dealt = list(self.payload.due), list(self.payload.dealt)
+        arrived = data.new_empty(sum(due))
+        self.parts = list(arrived.split(due))
+        return self._work(dist.all_to_all_single(arrived, data, due, dealt, group=self.link.group, async_op=True))
 
     def _start_pair(self, data: Tensor) -> _Both:
         """Send and receive at once. With several under way, the number of the swap keeps their messages apart."""

@@ -23,7 +23,7 @@ from typing import TypeVar
 from thinwire.errors import ConfigError, LinkError, WireError, check_whole_number
 from thinwire.links.base import Link, Ticket, check_length, members_of
 from thinwire.links.sim import SimLink
-from thinwire.network import Network, Op, Wire, per_worker
+from thinwire.network import Network, Op, Wire, dealt_traffic, per_worker, ring_hops
 from thinwire.payload import Payload
 from thinwire.sim.baton import Baton, random_state, seed_everything, set_random_state
 from thinwire.sim.churn import Churn, Habitat, Killed
@@ -242,6 +242,8 @@ class World:
             raise exchange.refused
         if exchange.op in ("gather", "pair"):
             return result
+        if exchange.op == "deal":
+            return _parts_for(result, rank)
         return [p.like(p.data.clone()) for p in result]  # each worker may write into its own
 
     def _complete(self, exchange: _Exchange, members: tuple[int, ...]) -> None:
@@ -252,6 +254,9 @@ class World:
                 check_length(payload, rank, payload.nbytes)
         except WireError as refusal:  # on all that take part, as on a real link
             exchange.refused = refusal
+        if exchange.op == "deal":
+            self._complete_deal(exchange, payloads)
+            return
         one_length = exchange.op != "gather" or any(p.fixed for p in payloads)
         if one_length and len({(p.nbytes, p.data.dtype) for p in payloads}) > 1:
             kinds = ", ".join(f"{p.nbytes} bytes of {str(p.data.dtype).removeprefix('torch.')}" for p in payloads)
@@ -268,6 +273,17 @@ class World:
         end = self._wire.send(max(exchange.posted[r][1] for r in members), exchange.op, sizes, members)
         for r in members:
             exchange.results[r] = (payloads, end)
+
+    def _complete_deal(self, exchange: _Exchange, payloads: list[Payload]) -> None:
+        """Each worker gets its part of every message; they are cut when they are collected."""
+        for rank, (p, due) in enumerate(zip(payloads, zip(*(p.dealt for p in payloads), strict=True), strict=True)):
+            if p.due != due:
+                raise LinkError(f"rank {rank}: parts of {list(p.due)} bytes are due, but {list(due)} bytes were dealt to it")
+        traffic = [dealt_traffic(p.dealt, p.due, rank) for rank, p in enumerate(payloads)]
+        at = max(posted for _, posted in exchange.posted.values())
+        end = self._wire.occupy(at, self.network.seconds_of(traffic, ring_hops("deal", self.size)))
+        payloads = [p.of(rank) for rank, p in enumerate(payloads)]
+        exchange.results = dict.fromkeys(range(self.size), (payloads, end))
 
     def _in_vain(self, rank: int, number: int, exchange: _Exchange) -> LinkError:
         missing = [r for r in exchange.members[rank] if r not in exchange.posted]
@@ -290,6 +306,12 @@ class _SimTicket(Ticket):
 
     def _finish(self) -> list[Payload]:
         return self._world._collect(self._rank, self._number)
+
+
+def _parts_for(payloads: list[Payload], rank: int) -> list[Payload]:
+    """What each message that was dealt has for a worker."""
+    starts = [sum(p.dealt[:rank]) for p in payloads]
+    return [p.like(p.data[start : start + p.dealt[rank]]) for p, start in zip(payloads, starts, strict=True)]
 
 
 def _paired(rank: int, members: tuple[int, ...]) -> str:

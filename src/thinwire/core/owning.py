@@ -1,0 +1,104 @@
+"""What an optimizer keeps and tells where its messages are averaged by owners: see `owners`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.aggregate import PLAIN, Mean
+from thinwire.codecs.base import Codec
+from thinwire.codecs.deal import deal_of
+from thinwire.codecs.wire import HEADER_NBYTES
+from thinwire.core.joining import JoiningOptimizer
+from thinwire.core.owners import Owners, Route, chains_of, check_owned, keeps_rest, owned_traffic
+from thinwire.errors import ConfigError
+from thinwire.links.base import Link, Peers
+from thinwire.sharding.shards import local
+
+OWED = "owed"  # the slot of what an owner has left out of the parameters' messages; of other states "owed_" and their name
+
+
+class OwningOptimizer(JoiningOptimizer):
+    """Base of all methods: which route messages take, and what this worker has left out as an owner.
+
+    Attributes:
+        owners: the settings of owners; None where messages are gathered, or averaged on the wire.
+    """
+
+    owners: Owners | None = None
+    mean: Mean = PLAIN
+    in_pairs: bool
+    link: Link
+    peers: Peers
+
+    def choose_route(self, route: Route) -> None:
+        """Decide what becomes of messages that are gathered otherwise.
+
+        Raises:
+            ConfigError: where owners cannot or must not average them.
+        """
+        if route == "gather" or (route == "auto" and not self._owners_are_better()):
+            return
+        if route != "auto":
+            self._check_owners()
+        self.owners = route if isinstance(route, Owners) else Owners()
+        self.make_owed()
+
+    def _check_owners(self) -> None:
+        what = f"{type(self).__name__} with route='owners'"
+        if self.link.elastic is not None:
+            raise ConfigError(f"{what} on an elastic link: an owner that dies would stall the round of all others: use 'gather'")
+        if self.in_pairs:
+            raise ConfigError(f"{what}: its workers meet in pairs, of which there is no mean to own: use 'gather'")
+        for codec in self.codecs.codecs:
+            check_owned(self.mean, codec)
+
+    def _owners_are_better(self) -> bool:
+        """Whether messages may be averaged by owners, and fewer bytes leave a worker so."""
+        try:
+            self._check_owners()
+        except ConfigError:
+            return False
+        params, workers, codec = self.params(), self.peers.size, self.codecs.codecs[-1]
+        gathered = (HEADER_NBYTES + codec.nbytes(params)) * (workers - 1)
+        sent = owned_traffic(Owners(), codec, params, range(len(params)), workers)
+        return max(sent) < gathered
+
+    def owed_codecs(self) -> dict[str, Codec]:
+        """What is averaged by owners of each parameter: the slot of what they leave out, and the codec."""
+        return {OWED: self.codecs.codecs[-1]}
+
+    def owned(self) -> dict[str, Any]:
+        """What `Owned` needs to know of the round at hand, besides what is sent."""
+        which = self.engine.current.which
+        return {"owed": list(self._owed_of(OWED, which)), "model": self.params(), "which": which}
+
+    def _owed_of(self, slot: str, which: Sequence[int]) -> Iterator[Tensor | None]:
+        return (self.own_state[self._active[i]].get(slot) for i in which)
+
+    def make_owed(self) -> None:
+        """Make the slots of what this worker leaves out as an owner, where they are not there yet."""
+        if self.owners is None or self.peers.size < 2:
+            return
+        for slot, codec in self.owed_codecs().items():
+            if not keeps_rest(self.owners, codec):
+                continue
+            self._slots[slot] = "owed"
+            shapes = self.owed_shapes(codec, self.peers.size)[self.peers.rank]
+            for p, shape in zip(self._active, shapes, strict=True):
+                if slot not in self.own_state[p]:
+                    self.own_state[p][slot] = torch.zeros(shape, device=local(p).device)
+
+    def owed_shapes(self, codec: Codec, workers: int) -> list[tuple[tuple[int, ...], ...]]:
+        """Of each of so many owners, the shape of what it keeps of every parameter."""
+        assert self.owners is not None
+        ((chain, _),) = chains_of(codec, self.params())
+        deal = deal_of(chain, self.owners.back_of(chain), self.params(), range(len(self._active)), workers)
+        return [share.slot_shapes() for share in deal.shares]
+
+    def _adopt(self, group: dict[str, Any]) -> None:
+        super()._adopt(group)
+        self.make_owed()

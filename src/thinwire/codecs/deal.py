@@ -69,12 +69,15 @@ class Deal:
         back: what owners send.
         plan: of a message that is not dealt, of which the values are the same.
         shares: of the owners, in rank order.
+        entries: of each tensor, who has which of its entries: owner, first entry and the one after the last, with blocks one
+            after the other.
     """
 
     chain: Chain
     back: Chain
     plan: Plan
     shares: tuple[Share, ...]
+    entries: tuple[tuple[tuple[int, int, int], ...], ...]
 
     @property
     def up_nbytes(self) -> tuple[int, ...]:
@@ -136,6 +139,22 @@ class Deal:
         device = payloads[0].data.device
         together = Message(Payload(torch.empty(0, dtype=torch.uint8, device=device)), True, kept, torch.from_numpy(whole))
         return Received(self.back, plan, Messages([together.payload], like, round), own=(0, together))
+
+
+    def take_over(self, i: int, owner: int, before: Deal, kept: Sequence[Tensor]) -> Tensor:
+        """What an owner keeps of tensor i, where the blocks were dealt to other workers before.
+
+        Args:
+            i: the tensor's place in the message.
+            owner: whose share.
+            before: how they were dealt.
+            kept: what each of the owners had kept of this tensor.
+        """
+        everything = torch.zeros(max((stop for _, _, stop in self.entries[i]), default=0))
+        for other, start, stop in before.entries[i]:
+            everything[start:stop] = kept[other].reshape(-1)
+        mine = [everything[start:stop] for other, start, stop in self.entries[i] if other == owner]
+        return torch.cat([*mine, torch.empty(0)]).view(self.shares[owner].slot_shapes()[i])
 
 
 class ShareReceived(Received):
@@ -229,12 +248,14 @@ def _deal(chain: Chain, back: Chain, model: tuple[Shape, ...], which: tuple[int,
     plan, first = plan_of(chain.split(1), shapes), [before[i] for i in which]
     rows: list[dict[int, list[Range]]] = [{} for _ in range(workers)]
     whole: list[list[Range]] = [[] for _ in range(workers)]
+    entries: list[list[tuple[int, int, int]]] = [[] for _ in shapes]
     mine: list[list[Shape]] = [[(0,)] * len(shapes) for _ in range(workers)]
     for number, group in enumerate(plan.layout.groups):
         for grid in group.grids:
             for owner, a, b in _ranges(grid.blocks, first[grid.index], workers):
                 rows[owner].setdefault(number, []).append((grid.first + a, grid.first + b))
                 mine[owner][grid.index] = ((b - a) * group.h, group.w)
+                entries[grid.index].append((owner, a * group.L, b * group.L))
     start = 0
     for i in plan.layout.dense:
         n = math.prod(shapes[i])
@@ -242,13 +263,14 @@ def _deal(chain: Chain, back: Chain, model: tuple[Shape, ...], which: tuple[int,
             a, b = a * DENSE_GROUP, min(b * DENSE_GROUP, n)
             whole[owner].append((start + a, start + b))
             mine[owner][i] = (b - a,)
+            entries[i].append((owner, a, b))
         start += n
     shares = []
     for has, values, own in zip(rows, whole, mine, strict=True):
         layout = Layout(tuple(own), tuple(_cut(plan.layout.groups[n], own) for n in has), _dense(plan.layout, own))
         plans = (plan_for(one, layout, headers=False) for one in (chain.split(1), back.split(1)))
         shares.append(Share(tuple(has), tuple(map(tuple, has.values())), tuple(values), layout, *plans))
-    return Deal(chain.split(1), back.split(1), plan, tuple(shares))
+    return Deal(chain.split(1), back.split(1), plan, tuple(shares), tuple(map(tuple, entries)))
 
 
 def _ranges(blocks: int, first: int, workers: int) -> Iterator[tuple[int, int, int]]:

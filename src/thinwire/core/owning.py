@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from thinwire.codecs.aggregate import PLAIN, Mean
 from thinwire.codecs.base import Codec
-from thinwire.codecs.deal import deal_of
+from thinwire.codecs.deal import Deal, deal_of
 from thinwire.codecs.wire import HEADER_NBYTES
 from thinwire.core.joining import JoiningOptimizer
 from thinwire.core.owners import Owners, Route, chains_of, check_owned, keeps_rest, owned_traffic
@@ -87,17 +88,26 @@ class OwningOptimizer(JoiningOptimizer):
             if not keeps_rest(self.owners, codec):
                 continue
             self._slots[slot] = "owed"
-            shapes = self.owed_shapes(codec, self.peers.size)[self.peers.rank]
+            shapes = self._deal_of(codec, self.peers.size).shares[self.peers.rank].slot_shapes()
             for p, shape in zip(self._active, shapes, strict=True):
                 if slot not in self.own_state[p]:
                     self.own_state[p][slot] = torch.zeros(shape, device=local(p).device)
 
-    def owed_shapes(self, codec: Codec, workers: int) -> list[tuple[tuple[int, ...], ...]]:
-        """Of each of so many owners, the shape of what it keeps of every parameter."""
+    def redealt(self, workers: int) -> dict[str, list[Callable[[Sequence[Tensor]], Tensor]]]:
+        """For each slot of what owners have left out, and each parameter: what makes this worker's of those of so many owners."""
+        found = {}
+        for slot, codec in self.owed_codecs().items() if self.owners is not None else ():
+            if slot in self._slots:
+                before, now = self._deal_of(codec, workers), self._deal_of(codec, self.peers.size)
+                count, me = range(len(self._active)), self.peers.rank
+                found[slot] = [functools.partial(now.take_over, i, me, before) for i in count]
+        return found
+
+    def _deal_of(self, codec: Codec, workers: int) -> Deal:
+        """How the parameters are dealt to so many owners."""
         assert self.owners is not None
-        ((chain, _),) = chains_of(codec, self.params())
-        deal = deal_of(chain, self.owners.back_of(chain), self.params(), range(len(self._active)), workers)
-        return [share.slot_shapes() for share in deal.shares]
+        ((chain, _),) = chains_of(codec, self._active)
+        return deal_of(chain, self.owners.back_of(chain), self.params(), range(len(self._active)), workers)
 
     def _adopt(self, group: dict[str, Any]) -> None:
         super()._adopt(group)

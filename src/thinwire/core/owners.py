@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from thinwire.codecs.aggregate import Mean
 from thinwire.codecs.base import Codec, Messages
 from thinwire.codecs.chain import Chain, Stage
 from thinwire.codecs.deal import Deal, check_dealt, deal_of
@@ -148,7 +149,7 @@ class Owned(Exchange):
         **how: Any,
     ):
         """Encode the message and send each owner its part."""
-        check_owned(outgoing.mean, outgoing.codec)
+        check_owned(outgoing.mean, outgoing.codec, owners)
         tensors, workers = outgoing.tensors, how["peers"].size
         if len(which) != len(tensors):
             raise ConfigError(f"owners know messages with one tensor of each parameter, got {len(tensors)} of {len(which)}")
@@ -328,7 +329,7 @@ class Owned(Exchange):
         raw = torch.frombuffer(bytearray(b"".join(means)), dtype=torch.uint8) if any(means) else torch.empty(0, dtype=torch.uint8)
         framed = self._framed(raw.to(self.posted.data.device), me, -1)
         due = [nbytes + _SUM_NBYTES if nbytes else 0 for nbytes in self._back_nbytes]
-        message = Payload(framed.repeat(size), purpose=f"{self.purpose} back")
+        message = Payload(framed.repeat(size), purpose="back")
         return self.link.post(message.in_parts([framed.numel()] * size, due), "deal").wait()
 
     def _read_means(self, payloads: list[Payload]) -> list[Received]:
@@ -367,15 +368,13 @@ class Owned(Exchange):
             old.copy_(new)
 
 
-def check_owned(mean: Any, codec: Codec) -> None:
+def check_owned(mean: Mean, codec: Codec, owners: Owners) -> None:
     """Raise a `ConfigError` for messages that owners must not or cannot average."""
     if not mean.plain:
         raise ConfigError(f"route='owners' and a robust mean, {mean!r}: one hostile owner would dictate its share of the model")
-    if codec.linear:
-        raise ConfigError(f"{codec!r} is averaged on the wire, where bytes do not grow with workers: leave out route='owners'")
     for chain, _ in chains_of(codec, ()):
         if not chain.linear:
-            check_dealt(chain, chain)
+            check_dealt(chain, owners.back_of(chain))
 
 
 def owned_traffic(owners: Owners, codec: Codec, model: Sequence[Tensor], which: Sequence[int], workers: int) -> list[int]:

@@ -41,31 +41,33 @@ class OwningOptimizer(JoiningOptimizer):
         Raises:
             ConfigError: where owners cannot or must not average them.
         """
-        if route == "gather" or (route == "auto" and not self._owners_are_better()):
+        if route == "gather" or all(codec.linear for codec in self.codecs.codecs):
             return
-        if route != "auto":
-            self._check_owners()
-        self.owners = route if isinstance(route, Owners) else Owners()
+        owners = route if isinstance(route, Owners) else Owners()
+        if route == "auto" and not self._are_better(owners):
+            return
+        self._check_owners(owners)
+        self.owners = owners
         self.make_owed()
 
-    def _check_owners(self) -> None:
+    def _check_owners(self, owners: Owners) -> None:
         what = f"{type(self).__name__} with route='owners'"
         if self.link.elastic is not None:
             raise ConfigError(f"{what} on an elastic link: an owner that dies would stall the round of all others: use 'gather'")
         if self.in_pairs:
             raise ConfigError(f"{what}: its workers meet in pairs, of which there is no mean to own: use 'gather'")
         for codec in self.codecs.codecs:
-            check_owned(self.mean, codec)
+            check_owned(self.mean, codec, owners)
 
-    def _owners_are_better(self) -> bool:
+    def _are_better(self, owners: Owners) -> bool:
         """Whether messages may be averaged by owners, and fewer bytes leave a worker so."""
         try:
-            self._check_owners()
+            self._check_owners(owners)
         except ConfigError:
             return False
         params, workers, codec = self.params(), self.peers.size, self.codecs.codecs[-1]
         gathered = (HEADER_NBYTES + codec.nbytes(params)) * (workers - 1)
-        sent = owned_traffic(Owners(), codec, params, range(len(params)), workers)
+        sent = owned_traffic(owners, codec, params, range(len(params)), workers)
         return max(sent) < gathered
 
     def owed_codecs(self) -> dict[str, Codec]:

@@ -21,6 +21,7 @@ from thinwire.core import gates
 from thinwire.core.buffers import Buffers
 from thinwire.core.elastic import ElasticEngine
 from thinwire.core.outgoing import Arrived, Outgoing
+from thinwire.core.owners import Halves, owned_traffic
 from thinwire.core.owning import OwningOptimizer
 from thinwire.core.pace import Pace
 from thinwire.core.policy import Policy, PolicyOptions
@@ -213,6 +214,16 @@ class Algorithm(OwningOptimizer, Reporting):
             return self.send() if self.which(due) else None
         finally:
             (self.due, self.peers), self.engine.current = before, at_hand
+
+    def owned_traffic(self, out: Outgoing, due: tuple[int, ...]) -> Halves | None:
+        """The most bytes that leave a worker in such a round; None where its messages are not averaged by owners."""
+        if self.owners is None or out.codec.linear or self.peers.size < 2:
+            return None
+        before, self.due = self.due, due
+        owned, self.due = self.owned(self.which(due)), before
+        weighted, workers = out.weight is not None, self.peers.size
+        found = owned_traffic(self.owners, out.codec, owned["model"], owned["which"], workers, weighted=weighted)
+        return Halves(max(half.up for half in found), max(half.back for half in found))
 
     def kinds_of_rounds(self) -> list[tuple[int, ...]]:
         """What is due in each of the rounds in which everything is sent once; one full round for most."""

@@ -19,7 +19,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -377,8 +377,17 @@ def check_owned(mean: Mean, codec: Codec, owners: Owners) -> None:
             check_dealt(chain, owners.back_of(chain))
 
 
-def owned_traffic(owners: Owners, codec: Codec, model: Sequence[Tensor], which: Sequence[int], workers: int) -> list[int]:
-    """Bytes that leave each worker in a round whose messages are averaged by owners, that of the vote among them.
+class Halves(NamedTuple):
+    """Bytes that leave a worker in the two halves of a round: to the owners, and from it as an owner."""
+
+    up: int
+    back: int
+
+
+def owned_traffic(
+    owners: Owners, codec: Codec, model: Sequence[Tensor], which: Sequence[int], workers: int, *, weighted: bool = False
+) -> list[Halves]:
+    """Bytes that leave each worker in a round whose messages are averaged by owners, without those of the vote.
 
     Args:
         owners: the settings.
@@ -386,6 +395,7 @@ def owned_traffic(owners: Owners, codec: Codec, model: Sequence[Tensor], which: 
         model: tensors of the shapes of the model.
         which: numbers of those that are sent.
         workers: how many there are.
+        weighted: whether contributions have weights.
     """
     up, back, start = [0] * workers, [0] * workers, 0
     for chain, count in chains_of(codec, which):
@@ -393,5 +403,6 @@ def owned_traffic(owners: Owners, codec: Codec, model: Sequence[Tensor], which: 
         deal = deal_of(chain, owners.back_of(chain), model, which[here], workers)
         up = [a + b for a, b in zip(up, deal.up_nbytes, strict=True)]
         back = [a + b for a, b in zip(back, deal.back_nbytes, strict=True)]
-    up, back = ([n + _SUM_NBYTES if n else 0 for n in nbytes] for nbytes in (up, back))
-    return [sum(up) - up[rank] + (back[rank] + 1) * (workers - 1) for rank in range(workers)]
+    up = [n + _SUM_NBYTES + _WEIGHT.size * weighted if n else 0 for n in up]
+    back = [n + _SUM_NBYTES if n else 0 for n in back]
+    return [Halves(sum(up) - up[rank], back[rank] * (workers - 1)) for rank in range(workers)]

@@ -67,16 +67,14 @@ class OwningOptimizer(JoiningOptimizer):
             return False
         params, workers, codec = self.params(), self.peers.size, self.codecs.codecs[-1]
         gathered = (HEADER_NBYTES + codec.nbytes(params)) * (workers - 1)
-        sent = owned_traffic(owners, codec, params, range(len(params)), workers)
-        return max(sent) < gathered
+        return max(map(sum, owned_traffic(owners, codec, params, range(len(params)), workers))) < gathered
 
     def owed_codecs(self) -> dict[str, Codec]:
         """What is averaged by owners of each parameter: the slot of what they leave out, and the codec."""
         return {OWED: self.codecs.codecs[-1]}
 
-    def owned(self) -> dict[str, Any]:
-        """What `Owned` needs to know of the round at hand, besides what is sent."""
-        which = self.engine.current.which
+    def owned(self, which: Sequence[int]) -> dict[str, Any]:
+        """What `Owned` needs to know of a round of these parameters, besides what is sent."""
         return {"owed": list(self._owed_of(OWED, which)), "model": self.params(), "which": which}
 
     def _owed_of(self, slot: str, which: Sequence[int]) -> Iterator[Tensor | None]:

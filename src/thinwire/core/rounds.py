@@ -159,7 +159,10 @@ class RoundEngine:
         how = {"any_shard": opt.shards.any, "largest": LARGEST, "missing": missing}
         how |= {"peers": opt.peers, "round": flight.number}
         owners = None if out.codec.linear or opt.peers.size < 2 else opt.owners
-        flight.exchange = post(opt.link, out, **how) if owners is None else Owned(opt.link, out, owners=owners, **opt.owned(), **how)
+        if owners is None:
+            flight.exchange = post(opt.link, out, **how)
+        else:
+            flight.exchange = Owned(opt.link, out, owners=owners, **opt.owned(flight.which), **how)
         if self.tau:
             self.resend.remember(flight.number, flight.exchange)
 

@@ -142,9 +142,9 @@ class StateAveraging(Algorithm):
         """Of each state; parameters have a slot of the usual name."""
         return {_owed_slot(state): state.codec for state in self.states}
 
-    def owned(self) -> dict[str, Any]:
-        """Every state that is due has all parameters."""
-        which, states = range(len(self._active)), self.due_states()
+    def owned(self, which: Sequence[int]) -> dict[str, Any]:
+        """Every state that is due has all of them."""
+        states = self.due_states()
         owed = [t for state in states for t in self._owed_of(_owed_slot(state), which)]
         return {"owed": owed, "model": self.params(), "which": [*which] * len(states)}
 

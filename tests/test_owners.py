@@ -22,7 +22,8 @@ from thinwire.codecs.deal import Deal, deal_of
 from thinwire.codecs.wire import HEADER_NBYTES
 from thinwire.core.average import average
 from thinwire.core.outgoing import Arrived, Outgoing
-from thinwire.core.owners import Owned, owned_traffic
+from thinwire.core.owners import Owned
+from thinwire.core.route import owned_nbytes
 from thinwire.errors import ConfigError, DamagedRound, NonFiniteRound, WireError
 from thinwire.links import LinkDecorator, Ticket
 from thinwire.network import Network, Op
@@ -182,8 +183,9 @@ def spent(codec: Any, workers: int, shapes: Sequence[tuple[int, ...]]) -> tuple[
 def test_the_meter_counts_what_the_formula_says(codec: Chain) -> None:
     for workers in (2, 5):
         sent, _ = spent(codec, workers, SHAPES)
-        due = owned_traffic(Owners(), codec, contribution(0), range(len(SHAPES)), workers)
-        assert sent == [sum(halves) + workers - 1 for halves in due], "with a byte of the vote for each other worker"
+        halves = owned_nbytes(Owners(), codec, contribution(0), range(len(SHAPES)), workers)
+        due = [sum(halves.sent(rank)) + workers - 1 for rank in range(workers)]
+        assert sent == due, "with a byte of the vote for each other worker"
 
 
 def test_neither_bytes_nor_entries_grow_with_the_workers() -> None:
@@ -192,7 +194,7 @@ def test_neither_bytes_nor_entries_grow_with_the_workers() -> None:
         entries.append(max(spent(codec, workers, shapes)[1]))
     assert max(entries) < 1.05 * min(entries), "shares differ by a block"
     like = contribution(0, shapes)
-    sent = {m: max(map(sum, owned_traffic(Owners(), codec, like, [0, 1], m))) for m in (16, 64)}
+    sent = {m: sum(owned_nbytes(Owners(), codec, like, [0, 1], m).most_sent()) for m in (16, 64)}
     gathered = {m: (m - 1) * (HEADER_NBYTES + codec.nbytes(like)) for m in (16, 64)}
     assert sent[16] < gathered[16] / 3
     assert sent[64] < 1.2 * sent[16], "checksums and votes alone grow"
@@ -295,7 +297,7 @@ def test_what_owners_owe_is_dealt_to_the_owners_of_another_world(name: str, tmp_
     assert any("dealt to the owners of today" in note for note in after[0][3])
 
 
-# --- Rounds that fail ----------------------------------------------------------------------------------------------------------
+# --- Rounds that fail --------------------------------------------------------------------------------------------------------
 
 
 class Damaged(LinkDecorator):
@@ -381,7 +383,7 @@ def test_a_part_of_another_round_or_for_another_owner_is_refused() -> None:
         assert "rank 0, rank 2 could not read the messages" in said
 
 
-# --- Settings ------------------------------------------------------------------------------------------------------------------
+# --- Settings ----------------------------------------------------------------------------------------------------------------
 
 
 def settings_of(link: Link, **settings: Any) -> thinwire.DeMo:

@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Algorithm": "thinwire.core.optimizer",
     "Policy": "thinwire.core.policy",
-    "Owners": "thinwire.core.owners",
+    "Owners": "thinwire.core.route",
     "Wrapper": "thinwire.core.wrapper",
     "DataParallel": "thinwire.algorithms",
     "DeMo": "thinwire.algorithms",
@@ -115,9 +115,9 @@ if TYPE_CHECKING:
     from thinwire.core.exchange import post
     from thinwire.core.optimizer import Algorithm
     from thinwire.core.outgoing import Arrived, Outgoing
-    from thinwire.core.owners import Owners
     from thinwire.core.policy import Policy
     from thinwire.core.replicas import broadcast
+    from thinwire.core.route import Owners
     from thinwire.core.wrapper import Wrapper
     from thinwire.links import (
         ElasticLink,

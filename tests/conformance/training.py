@@ -31,8 +31,12 @@ NAMES = list(ALGORITHMS)
 
 
 def named(chosen: Callable[[str], bool] = lambda _: True) -> list[Any]:
-    """Those of `NAMES` that are chosen, for `parametrize`. Presets are slow: a quick test has each class, and one has owners."""
-    return [name if name in {*found(), "demo-by-owners"} else pytest.param(name, marks=pytest.mark.slow) for name in NAMES if chosen(name)]
+    """Those of `NAMES` that are chosen, for `parametrize`. Presets are slow: quick tests have each class, and owners once."""
+    return [
+        name if name in {*found(), "demo-by-owners"} else pytest.param(name, marks=pytest.mark.slow)
+        for name in NAMES
+        if chosen(name)
+    ]
 
 
 H = 4  # every method with a period gets this one

@@ -1,9 +1,10 @@
-"""Deal: the blocks of a round are dealt to owners, one for each worker. An owner reads what all workers sent of its blocks, and
-its mean goes to all workers as a message by a codec of its own.
+"""Deal: the blocks of a round are dealt to owners, one for each worker.
 
-The n blocks of a tensor are dealt to M owners in ranges of n / M blocks; where that leaves a rest, the next tensor's begins with
-the owner at which it ended. So each owner has as much of every tensor as the others, to a block, also where only some tensors
-are sent. It does not depend on which other tensors are in the message: what an owner keeps of a tensor fits all rounds.
+An owner reads what all workers sent of its blocks, and its mean goes to all workers as a message by a codec of its own.
+
+The n blocks of a tensor are dealt to M owners in ranges of n / M blocks; where that leaves a rest, those of the next tensor
+begin with the owner at which it ended. So each owner has as much of every tensor as the others, to a block, also where only some
+tensors are sent. It does not depend on which other tensors are in the message: what an owner keeps of one fits all rounds.
 
 For its owner a share is a message of tensors of its own: of each tensor its blocks one below the other, [n h, w], or its
 values [n] where the tensor is sent whole. docs/wire-format.md describes what is sent.
@@ -140,7 +141,6 @@ class Deal:
         together = Message(Payload(torch.empty(0, dtype=torch.uint8, device=device)), True, kept, torch.from_numpy(whole))
         return Received(self.back, plan, Messages([together.payload], like, round), own=(0, together))
 
-
     def take_over(self, i: int, owner: int, before: Deal, kept: Sequence[Tensor]) -> Tensor:
         """What an owner keeps of tensor i, where the blocks were dealt to other workers before.
 
@@ -164,7 +164,9 @@ class ShareReceived(Received):
         """What the first of the messages says."""
         layout = self.plan.layout
         ends = [group.blocks * self.plan.of_group[n][0].k for n, group in enumerate(layout.groups)]
-        values = [self._values(0, number, 0, end).reshape(-1, self.plan.of_group[number][0].k) for number, end in enumerate(ends)]
+        values = [
+            self._values(0, number, 0, end).reshape(-1, self.plan.of_group[number][0].k) for number, end in enumerate(ends)
+        ]
         kept = [Kept(None if room is None else room[0], read) for room, read in zip(self._indices, values, strict=True)]
         whole = self._values(0, -1, 0, layout.dense_numel) if layout.dense_numel else np.empty(0, np.float32)
         return Message(self.messages.payloads[0], True, kept, torch.from_numpy(whole))

@@ -172,9 +172,7 @@ def _blend(out: Tensor, x: Tensor, decay: float, scale: float) -> None:
 # --- The message ---------------------------------------------------------------------------------------------------------
 
 
-def encode_tensors(
-    chain: Stages, tensors: Sequence[Tensor] | Made, *, round: int = 0, write: Write | None = None
-) -> Encoded:
+def encode_tensors(chain: Stages, tensors: Sequence[Tensor] | Made, *, round: int = 0, write: Write | None = None) -> Encoded:
     """The message of tensors as they are, or as they are made."""
     like = tensors.sources[0] if isinstance(tensors, Made) else tensors
 
@@ -277,9 +275,7 @@ def _joined(arrays: list[NDArray], dtype: type = np.float32) -> NDArray:
     return arrays[0] if len(arrays) == 1 and dtype is np.float32 else np.concatenate([np.empty(0, dtype), *arrays])
 
 
-def _keep(
-    chain: Stages, group: Group, k: int, source: _Source, device: torch.device, round: int
-) -> Chosen:
+def _keep(chain: Stages, group: Group, k: int, source: _Source, device: torch.device, round: int) -> Chosen:
     """Which entries of each block of a group, and their values."""
     fast = chain.kernels(group.h, group.w, device)
     batches = group.batches_of(_HOT if fast else BATCH)

@@ -21,12 +21,12 @@ from thinwire.core import gates
 from thinwire.core.buffers import Buffers
 from thinwire.core.elastic import ElasticEngine
 from thinwire.core.outgoing import Arrived, Outgoing
-from thinwire.core.owners import Halves, owned_traffic
 from thinwire.core.owning import OwningOptimizer
 from thinwire.core.pace import Pace
 from thinwire.core.policy import Policy, PolicyOptions
 from thinwire.core.replicas import drift
 from thinwire.core.rounds import RoundEngine
+from thinwire.core.route import Halves, owned_nbytes
 from thinwire.core.shared_model import shared_model
 from thinwire.core.slots import WHOSE, Start
 from thinwire.core.stats import Reporting, Watch
@@ -196,8 +196,11 @@ class Algorithm(OwningOptimizer, Reporting):
     def message_sizes(self) -> list[int]:
         """Length in bytes of one worker's message of each kind of round; of a full one where there are no fragments."""
         messages, workers = [self.message_of(due) for due in self.kinds_of_rounds()], self.link.peers().size
-        gathered = self.link.elastic is not None
-        return [0 if out is None else out.nbytes(workers, gathered=gathered) for out in messages]
+        gathered, found = self.link.elastic is not None, []
+        for due, out in zip(self.kinds_of_rounds(), messages, strict=True):
+            halves = None if out is None else self.owned_nbytes(out, due)
+            found.append(sum(halves.up) if halves else 0 if out is None else out.nbytes(workers, gathered=gathered))
+        return found
 
     @torch.no_grad()
     def message_of(self, due: tuple[int, ...], *, round: int | None = None) -> Outgoing | None:
@@ -215,15 +218,14 @@ class Algorithm(OwningOptimizer, Reporting):
         finally:
             (self.due, self.peers), self.engine.current = before, at_hand
 
-    def owned_traffic(self, out: Outgoing, due: tuple[int, ...]) -> Halves | None:
-        """The most bytes that leave a worker in such a round; None where its messages are not averaged by owners."""
+    def owned_nbytes(self, out: Outgoing, due: tuple[int, ...]) -> Halves | None:
+        """Bytes of the messages of such a round; None where they are not averaged by owners."""
         if self.owners is None or out.codec.linear or self.peers.size < 2:
             return None
         before, self.due = self.due, due
         owned, self.due = self.owned(self.which(due)), before
         weighted, workers = out.weight is not None, self.peers.size
-        found = owned_traffic(self.owners, out.codec, owned["model"], owned["which"], workers, weighted=weighted)
-        return Halves(max(half.up for half in found), max(half.back for half in found))
+        return owned_nbytes(self.owners, out.codec, owned["model"], owned["which"], workers, weighted=weighted)
 
     def kinds_of_rounds(self) -> list[tuple[int, ...]]:
         """What is due in each of the rounds in which everything is sent once; one full round for most."""

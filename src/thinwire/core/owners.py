@@ -18,97 +18,27 @@ import hashlib
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs.aggregate import Mean
-from thinwire.codecs.base import Codec, Messages
-from thinwire.codecs.chain import Chain, Stage
-from thinwire.codecs.deal import Deal, check_dealt, deal_of
+from thinwire.codecs.base import Messages
+from thinwire.codecs.deal import Deal, deal_of
 from thinwire.codecs.decoder import Received
-from thinwire.codecs.dense import Dense
 from thinwire.codecs.encoder import Encoded
-from thinwire.codecs.parts import Parts
-from thinwire.codecs.stages import Selection
 from thinwire.codecs.wire import fingerprint
 from thinwire.core.exchange import Exchange
 from thinwire.core.outgoing import Arrived, Outgoing
-from thinwire.errors import ConfigError, DamagedRound, WireError, check_choice
+from thinwire.core.route import SUM_NBYTES, WEIGHT_NBYTES, Owners, chains_of, check_owned
+from thinwire.errors import ConfigError, DamagedRound, WireError
 from thinwire.links.base import Link
 from thinwire.network import Op
 from thinwire.payload import LARGEST, Payload, all_finite
 
-_SUM_NBYTES = 4
 _WEIGHT = struct.Struct("<f")
 _UNREAD, _INVALID, _OVERFLOW = 1, 2, 4  # what a worker says in a vote
-WIDER = 4  # times as many entries as a worker sends of a block are sent back, where nothing else is said
-
-
-@dataclass(frozen=True)
-class Owners:
-    """Settings of `route="owners"`.
-
-    Args:
-        back: what owners send; by default four times the entries that they get of a block, in the same values. It must have the
-            same transform.
-        feedback: the part of what an owner left out that it adds in the next round, from 0 to 1.
-    """
-
-    back: Codec | None = None
-    feedback: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        if self.back is not None and not isinstance(self.back, Chain | Stage):
-            raise ConfigError(f"what owners send back must be a chain such as DCT(64) >> TopK(128) >> Sign(), got {self.back!r}")
-        if not 0 <= self.feedback <= 1:
-            raise ConfigError(f"the feedback of owners must be from 0 to 1, got {self.feedback!r}")
-
-    def back_of(self, chain: Chain) -> Chain:
-        """What owners send where workers send by this chain. Values that are sent as they are go back so too."""
-        if chain.linear or (self.back is None and chain.selection.everything):
-            return chain
-        if self.back is not None:
-            return Chain.of(self.back)
-        return replace(chain, selection=_wider(chain.selection))
-
-
-Route = Literal["gather", "owners", "auto"] | Owners
-
-
-def _wider(selection: Selection) -> Selection:
-    if isinstance(selection.k, int):
-        return replace(selection, k=WIDER * selection.k)
-    return replace(selection, k=min(WIDER * selection.k, (1 + selection.k) / 2))
-
-
-def check_route(route: object) -> Route:
-    """Raise a `ConfigError` for what is no route."""
-    if isinstance(route, Owners):
-        return route
-    check_choice("route", route, ("gather", "owners", "auto"))
-    return route  # pyright: ignore[reportReturnType]
-
-
-def chains_of(codec: Codec, tensors: Sequence[Any]) -> list[tuple[Chain, int]]:
-    """The chains of a codec, and how many tensors each has.
-
-    Raises:
-        ConfigError: for a codec that is not made of chains.
-    """
-    if isinstance(codec, Parts):
-        return [(chain, count) for count, one in codec.parts for chain, _ in chains_of(one, range(count))]
-    if isinstance(codec, Dense):
-        codec = replace(codec, gather=False)
-    return [(Chain.of(codec), len(tensors))]
-
-
-def keeps_rest(owners: Owners, codec: Codec) -> bool:
-    """Whether owners keep what a codec leaves out of means: not of plain floats, whose rounding errors do not add up."""
-    return owners.feedback > 0 and not Chain.of(codec).linear if not isinstance(codec, Dense) else False
 
 
 @dataclass(frozen=True)
@@ -171,7 +101,8 @@ class Owned(Exchange):
         """Of tensors, one chain after the other."""
         out = self.outgoing
         encoded = [
-            part.deal.chain.encode_tensors(out.tensors[part.here], round=self.round, write=part.deal.write) for part in self.dealt
+            part.deal.chain.encode_tensors(out.tensors[part.here], round=self.round, write=part.deal.write)
+            for part in self.dealt
         ]
         finite = all(one.finite for one in encoded) and all_finite(out.tensors, largest)
         if out.want_sent and finite:
@@ -213,7 +144,9 @@ class Owned(Exchange):
     def _seed(self) -> bytes:
         """What all messages of a round have in common; no byte of it travels, but checksums begin with it."""
         told = b"".join(
-            struct.pack("<QQ", fingerprint(part.deal.chain, self.like[part.here]), fingerprint(part.deal.back, self.like[part.here]))
+            struct.pack(
+                "<QQ", fingerprint(part.deal.chain, self.like[part.here]), fingerprint(part.deal.back, self.like[part.here])
+            )
             for part in self.dealt
         )
         return hashlib.sha256(told).digest()[:8] + struct.pack("<Q", self.round)
@@ -231,18 +164,20 @@ class Owned(Exchange):
 
     def _framed_nbytes(self, to: int) -> list[int]:
         """Length of the part that each worker sends to one."""
-        nbytes, head = self._up_nbytes[to], _SUM_NBYTES + _WEIGHT.size * (self.weight is not None)
+        nbytes, head = self._up_nbytes[to], SUM_NBYTES + WEIGHT_NBYTES * (self.weight is not None)
         return [nbytes + head if nbytes else 0] * self.peers.size
 
     def _unframed(self, message: Payload, sender: int, to: int, nbytes: int, *, weighted: bool) -> tuple[Payload, float]:
-        raw, size = message.raw(), _WEIGHT.size * weighted
-        if raw.numel() != _SUM_NBYTES + size + nbytes:
-            raise WireError(f"a part of {raw.numel()} bytes, where {_SUM_NBYTES + size + nbytes} are due", rank=sender)
-        head = raw[: _SUM_NBYTES + size].cpu().numpy().tobytes()
-        told, weight, body = head[:_SUM_NBYTES], head[_SUM_NBYTES:], raw[_SUM_NBYTES + size :]
+        raw, size = message.raw(), WEIGHT_NBYTES * weighted
+        if raw.numel() != SUM_NBYTES + size + nbytes:
+            raise WireError(f"a part of {raw.numel()} bytes, where {SUM_NBYTES + size + nbytes} are due", rank=sender)
+        head = raw[: SUM_NBYTES + size].cpu().numpy().tobytes()
+        told, weight, body = head[:SUM_NBYTES], head[SUM_NBYTES:], raw[SUM_NBYTES + size :]
         if (found := self._sum(body, sender, to, weight)) != told:
             what = f"{found[::-1].hex()} instead of {told[::-1].hex()}"
-            raise WireError(f"wrong checksum of a part of round {self.round}: {what}, so it was damaged on the way", rank=sender)
+            raise WireError(
+                f"wrong checksum of a part of round {self.round}: {what}, so it was damaged on the way", rank=sender
+            )
         value = _WEIGHT.unpack(weight)[0] if weighted else 1.0
         if not 0 <= value < float("inf"):
             raise WireError(f"weight {value!r}, which must be finite and not negative", rank=sender)
@@ -309,7 +244,10 @@ class Owned(Exchange):
     def _slots(self, part: _Dealt) -> tuple[list[Tensor], list[Tensor | None]]:
         """Copies of what this owner left out before, zeros where it keeps nothing, and what they are copies of."""
         shapes, device = part.deal.shares[self.peers.rank].slot_shapes(), self.posted.data.device
-        olds = [old if old is not None and tuple(old.shape) == s else None for old, s in zip(self.owed[part.here], shapes, strict=True)]
+        olds = [
+            old if old is not None and tuple(old.shape) == s else None
+            for old, s in zip(self.owed[part.here], shapes, strict=True)
+        ]
         news = [
             torch.zeros(shape, device=device) if old is None else old * self.settings.feedback
             for old, shape in zip(olds, shapes, strict=True)
@@ -326,14 +264,16 @@ class Owned(Exchange):
     def _send_back(self, means: list[bytes]) -> list[Payload]:
         """Send this worker's share to all, and get theirs."""
         me, size = self.peers.rank, self.peers.size
-        raw = torch.frombuffer(bytearray(b"".join(means)), dtype=torch.uint8) if any(means) else torch.empty(0, dtype=torch.uint8)
+        raw = (
+            torch.frombuffer(bytearray(b"".join(means)), dtype=torch.uint8) if any(means) else torch.empty(0, dtype=torch.uint8)
+        )
         framed = self._framed(raw.to(self.posted.data.device), me, -1)
-        due = [nbytes + _SUM_NBYTES if nbytes else 0 for nbytes in self._back_nbytes]
+        due = [nbytes + SUM_NBYTES if nbytes else 0 for nbytes in self._back_nbytes]
         message = Payload(framed.repeat(size), purpose="back")
         return self.link.post(message.in_parts([framed.numel()] * size, due), "deal").wait()
 
     def _read_means(self, payloads: list[Payload]) -> list[Received]:
-        cuts: list[Sequence[Payload]] = [[] for _ in self.dealt]
+        cuts: list[list[Payload]] = [[] for _ in self.dealt]
         for owner, (payload, nbytes) in enumerate(zip(payloads, self._back_nbytes, strict=True)):
             body = self._unframed(payload, owner, -1, nbytes, weighted=False)[0] if nbytes else payload
             pieces = body.raw().split([part.deal.back_nbytes[owner] for part in self.dealt])
@@ -366,43 +306,3 @@ class Owned(Exchange):
         """Keep what this owner has left out; told when all workers are about to apply the round."""
         for old, new in self.next_owed:
             old.copy_(new)
-
-
-def check_owned(mean: Mean, codec: Codec, owners: Owners) -> None:
-    """Raise a `ConfigError` for messages that owners must not or cannot average."""
-    if not mean.plain:
-        raise ConfigError(f"route='owners' and a robust mean, {mean!r}: one hostile owner would dictate its share of the model")
-    for chain, _ in chains_of(codec, ()):
-        if not chain.linear:
-            check_dealt(chain, owners.back_of(chain))
-
-
-class Halves(NamedTuple):
-    """Bytes that leave a worker in the two halves of a round: to the owners, and from it as an owner."""
-
-    up: int
-    back: int
-
-
-def owned_traffic(
-    owners: Owners, codec: Codec, model: Sequence[Tensor], which: Sequence[int], workers: int, *, weighted: bool = False
-) -> list[Halves]:
-    """Bytes that leave each worker in a round whose messages are averaged by owners, without those of the vote.
-
-    Args:
-        owners: the settings.
-        codec: what workers send.
-        model: tensors of the shapes of the model.
-        which: numbers of those that are sent.
-        workers: how many there are.
-        weighted: whether contributions have weights.
-    """
-    up, back, start = [0] * workers, [0] * workers, 0
-    for chain, count in chains_of(codec, which):
-        here = slice(start, start := start + count)
-        deal = deal_of(chain, owners.back_of(chain), model, which[here], workers)
-        up = [a + b for a, b in zip(up, deal.up_nbytes, strict=True)]
-        back = [a + b for a, b in zip(back, deal.back_nbytes, strict=True)]
-    up = [n + _SUM_NBYTES + _WEIGHT.size * weighted if n else 0 for n in up]
-    back = [n + _SUM_NBYTES if n else 0 for n in back]
-    return [Halves(sum(up) - up[rank], back[rank] * (workers - 1)) for rank in range(workers)]

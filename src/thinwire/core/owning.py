@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from thinwire.codecs.base import Codec
 from thinwire.codecs.deal import Deal, deal_of
 from thinwire.codecs.wire import HEADER_NBYTES
 from thinwire.core.joining import JoiningOptimizer
-from thinwire.core.owners import Owners, Route, chains_of, check_owned, keeps_rest, owned_traffic
+from thinwire.core.route import Owners, Route, chains_of, check_owned, keeps_rest, owned_nbytes
 from thinwire.errors import ConfigError
 from thinwire.links.base import Link, Peers
 from thinwire.sharding.shards import local
@@ -31,7 +31,7 @@ class OwningOptimizer(JoiningOptimizer):
 
     owners: Owners | None = None
     mean: Mean = PLAIN
-    in_pairs: bool
+    in_pairs: ClassVar[bool] = False
     link: Link
     peers: Peers
 
@@ -53,7 +53,9 @@ class OwningOptimizer(JoiningOptimizer):
     def _check_owners(self, owners: Owners) -> None:
         what = f"{type(self).__name__} with route='owners'"
         if self.link.elastic is not None:
-            raise ConfigError(f"{what} on an elastic link: an owner that dies would stall the round of all others: use 'gather'")
+            raise ConfigError(
+                f"{what} on an elastic link: an owner that dies would stall the round of all others: use 'gather'"
+            )
         if self.in_pairs:
             raise ConfigError(f"{what}: its workers meet in pairs, of which there is no mean to own: use 'gather'")
         for codec in self.codecs.codecs:
@@ -67,7 +69,7 @@ class OwningOptimizer(JoiningOptimizer):
             return False
         params, workers, codec = self.params(), self.peers.size, self.codecs.codecs[-1]
         gathered = (HEADER_NBYTES + codec.nbytes(params)) * (workers - 1)
-        return max(map(sum, owned_traffic(owners, codec, params, range(len(params)), workers))) < gathered
+        return sum(owned_nbytes(owners, codec, params, range(len(params)), workers).most_sent()) < gathered
 
     def owed_codecs(self) -> dict[str, Codec]:
         """What is averaged by owners of each parameter: the slot of what they leave out, and the codec."""
@@ -94,7 +96,7 @@ class OwningOptimizer(JoiningOptimizer):
                     self.own_state[p][slot] = torch.zeros(shape, device=local(p).device)
 
     def redealt(self, workers: int) -> dict[str, list[Callable[[Sequence[Tensor]], Tensor]]]:
-        """For each slot of what owners have left out, and each parameter: what makes this worker's of those of so many owners."""
+        """For each slot of what owners left out, and each parameter: what makes this worker's of those of so many owners."""
         found = {}
         for slot, codec in self.owed_codecs().items() if self.owners is not None else ():
             if slot in self._slots:

@@ -8,7 +8,7 @@ from typing import Literal, TypedDict
 
 from torch import Tensor
 
-from thinwire.core.owners import Route, check_route
+from thinwire.core.route import Route, check_route
 from thinwire.errors import ConfigError, check_choice, check_whole_number
 
 

@@ -19,8 +19,8 @@ from thinwire.sharding.shards import Shards, local, reshard
 
 log = logging.getLogger("thinwire")
 
-# What a state slot begins as: zeros like the parameter, a copy of it, zeros in the domain of the codec's transform, of all blocks
-# or of those that this worker owns, one zero, or what a function makes of the parameter (None: it has no such slot).
+# What a state slot begins as: zeros like the parameter, a copy of it, zeros in the domain of the codec's transform, of all
+# blocks or of those that this worker owns, one zero, or what a function makes of the parameter (None: it has no such slot).
 Start = Literal["zeros", "param", "coded", "owed", "count"] | Callable[[Tensor], Tensor | None]
 
 COUNTERS = ("thinwire_step", "thinwire_round", "thinwire_synced")

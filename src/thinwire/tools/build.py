@@ -15,7 +15,7 @@ from thinwire.algorithms import DataParallel, DeMo, found
 from thinwire.codecs import parse_codec, parse_wire
 from thinwire.core.buffers import running_statistics
 from thinwire.core.optimizer import Algorithm
-from thinwire.core.owners import Owners, Route
+from thinwire.core.route import Owners, Route
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError
 from thinwire.links import Link

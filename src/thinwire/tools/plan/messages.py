@@ -148,8 +148,8 @@ def _messages(optimizer: Algorithm, due: tuple[int, ...], *, round: int) -> list
     out = optimizer.message_of(due, round=round)
     if out is None:
         return []
-    if halves := optimizer.owned_traffic(out, due):
-        return [(halves.up, "deal"), (halves.back, "deal")]
+    if halves := optimizer.owned_nbytes(out, due):
+        return [(nbytes, "deal") for nbytes in halves.most_sent()]
     op: Op = "pair" if out.pair is not None else "mean" if out.codec.linear else "gather"
     return [(out.nbytes(optimizer.peers.size), op)]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import thinwire
 from tests.conformance.training import adamw, assert_close, assert_same, snapshot
-from tests.processes import Pool
+from tests.processes import LIMIT, Pool
 from tests.tiers import first_quick
 from thinwire import DCT, All, Float, Fp4, Int8, Link, Owners, RandomK, Sign, Ternary, TopK, TwoBit, World, checkpoint
 from thinwire.codecs.chain import Chain
@@ -25,9 +25,11 @@ from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.owners import Owned
 from thinwire.core.route import owned_nbytes
 from thinwire.errors import ConfigError, DamagedRound, NonFiniteRound, WireError
-from thinwire.links import LinkDecorator, Ticket
+from thinwire.links import LinkDecorator, Ticket, TorchLink
 from thinwire.network import Network, Op
 from thinwire.payload import Payload
+from thinwire.sharding.mesh import make_mesh, shard_model
+from thinwire.sharding.shards import reshard
 
 SHAPES = [(100, 130), (70,), (3, 5), (), (64, 64), (700,), (0, 4), (2, 3, 70)]
 CHAINS = [
@@ -381,6 +383,49 @@ def test_a_part_of_another_round_or_for_another_owner_is_refused() -> None:
 
     for said in World(3).run(worker):
         assert "rank 0, rank 2 could not read the messages" in said
+
+
+class Split(LinkDecorator):
+    """Flips a bit in the first of this process's messages of a round."""
+
+    seen = 0
+
+    def post(self, payload: Payload, op: Op) -> Ticket:
+        if payload.purpose == "round":
+            self.seen += 1
+            if self.seen == 2:
+                payload = replace(payload, data=payload.data.clone())
+                payload.data[5] ^= 1
+        return super().post(payload, op)
+
+
+def _sharded(_: Link, trouble: str) -> tuple[int, int, list[Tensor]]:
+    mesh = make_mesh(workers=2, shards=2)
+    link: Link = TorchLink(mesh["replicate"], timeout=LIMIT)
+    rank, first = link.rank, mesh["shard"].get_local_rank() == 0
+    if trouble == "damage" and rank == 1 and first:
+        link = Split(link)
+    model = shard_model(net(), mesh)
+    opt = METHODS["demo"](model.parameters(), link, route="owners", alarm_every=1)
+    for step in range(1, 5):
+        g = torch.Generator().manual_seed(1000 * rank + step)
+        x = torch.randn(8, 40, generator=g)
+        opt.zero_grad()
+        (model(x) - torch.sin(x[:, :30])).square().mean().backward()
+        if trouble == "nan" and step == 2 and rank == 1 and first:
+            next(iter(model.parameters())).grad.to_local()[0, 0] = float("nan")
+        opt.step()
+    reshard(model)
+    return rank, opt.aborted_rounds, [p.detach().full_tensor() for p in model.parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble", ["", "nan", "damage"])
+def test_on_a_mesh_all_shards_of_all_workers_refuse_or_apply_a_round_together(trouble: str, pool: Pool) -> None:
+    results = pool.run(_sharded, 4, trouble)
+    for _, aborted, params in results:
+        assert aborted == bool(trouble)
+        assert_same(params, results[0][2])
 
 
 # --- Settings ----------------------------------------------------------------------------------------------------------------

@@ -23,20 +23,15 @@ from thinwire.tools.config import presets
 FIXED: dict[str, dict[str, Any]] = {name: fixed for name, (_, fixed) in presets().items() if fixed}
 ALGORITHMS = found() | {name: found()[presets()[name][0]] for name in FIXED}
 # Methods whose messages owners average.
-OWNED: dict[str, str] = {"demo": "DCT(4) >> TopK(2) >> Sign()", "decoupled-diloco": "ternary", "mt-dao": "fp4"}
-OWNED |= {"diloco": "fp4", "streaming-diloco": "fp4"}
+OWNED: dict[str, str] = {"demo": "DCT(4) >> TopK(2) >> Sign()", "streaming-diloco": "ternary", "mt-dao": "fp4"}
 FIXED |= {f"{name}-by-owners": {"wire": wire, "route": "owners"} for name, wire in OWNED.items()}
 ALGORITHMS |= {f"{name}-by-owners": found()[name] for name in OWNED}
 NAMES = list(ALGORITHMS)
 
 
 def named(chosen: Callable[[str], bool] = lambda _: True) -> list[Any]:
-    """Those of `NAMES` that are chosen, for `parametrize`. Presets are slow: quick tests have each class, and owners once."""
-    return [
-        name if name in {*found(), "demo-by-owners"} else pytest.param(name, marks=pytest.mark.slow)
-        for name in NAMES
-        if chosen(name)
-    ]
+    """Those of `NAMES` that are chosen, for `parametrize`. Presets and owners are slow: a quick test has each class."""
+    return [name if name in found() else pytest.param(name, marks=pytest.mark.slow) for name in NAMES if chosen(name)]
 
 
 H = 4  # every method with a period gets this one

@@ -3,8 +3,8 @@
 An owner reads what all workers sent of its blocks, and its mean goes to all workers as a message by a codec of its own.
 
 The n blocks of a tensor are dealt to M owners in ranges of n / M blocks; where that leaves a rest, those of the next tensor
-begin with the owner at which it ended. So each owner has as much of every tensor as the others, to a block, also where only some
-tensors are sent. It does not depend on which other tensors are in the message: what an owner keeps of one fits all rounds.
+begin with the owner at which it ended. So each owner has as much of every tensor as the others, to a block, also where only
+some are sent. It does not depend on which other tensors are in the message: what an owner keeps of one fits all rounds.
 
 For its owner a share is a message of tensors of its own: of each tensor its blocks one below the other, [n h, w], or its
 values [n] where the tensor is sent whole. docs/wire-format.md describes what is sent.

@@ -63,6 +63,7 @@ _HOME = {
     "Straggler": "thinwire.links",
     "Throttled": "thinwire.links",
     "TorchLink": "thinwire.links",
+    "TwoLevel": "thinwire.links",
     "connect": "thinwire.links",
     "disconnect": "thinwire.links",
     "join": "thinwire.links.join",
@@ -127,6 +128,7 @@ if TYPE_CHECKING:
         Straggler,
         Throttled,
         TorchLink,
+        TwoLevel,
         connect,
         disconnect,
     )

@@ -18,6 +18,7 @@ from thinwire.payload import Payload
 
 if TYPE_CHECKING:
     from thinwire.links.elastic import ElasticLink
+    from thinwire.links.two_level import TwoLevel
 
 
 class Ticket(ABC):
@@ -95,6 +96,21 @@ class Link(ABC):
         """The link whose workers come and go, where this is one or is around one; None where they are the same at all times."""
         return None
 
+    @property
+    def two_level(self) -> TwoLevel | None:
+        """The link whose workers are sites of several processes, where this is one or is around one; else None."""
+        return None
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the data this process reads, of `data_size`: the rank, but where a worker is several processes."""
+        return self.rank
+
+    @property
+    def data_size(self) -> int:
+        """How many parts of the data there are: one for each process."""
+        return self.size
+
     def peers(self) -> Peers:
         """Who takes part in the next round. Whatever belongs to a round uses this snapshot, never the link again."""
         ids = tuple(range(self.size))
@@ -169,6 +185,21 @@ class LinkDecorator(Link):
     def elastic(self) -> ElasticLink | None:
         """The wrapped link, where it is elastic."""
         return self.link.elastic
+
+    @property
+    def two_level(self) -> TwoLevel | None:
+        """The wrapped link, where it has two levels."""
+        return self.link.two_level
+
+    @property
+    def data_rank(self) -> int:
+        """As the wrapped link has it."""
+        return self.link.data_rank
+
+    @property
+    def data_size(self) -> int:
+        """As the wrapped link has it."""
+        return self.link.data_size
 
     def peers(self) -> Peers:
         """The peers of the wrapped link."""

@@ -267,8 +267,6 @@ def handshake_once(optimizer: Algorithm) -> None:
 
 def greet(optimizer: Algorithm) -> None:
     """Compare the fingerprints of all workers, which all call it."""
-    if optimizer.site is not None:
-        optimizer.site.greet()
     buffers = optimizer.buffer_average.starting if optimizer.steps == 0 else 0
     gradients = hash_of_gradients(optimizer) if optimizer.link.peers().size > 1 else 0  # there is nobody to compare with
     hashes = {"buffers": buffers, "gradients": gradients}

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,7 @@ from thinwire.core.replicas import compare_replicas, resync
 from thinwire.core.resend import Resend
 from thinwire.errors import ConfigError, DamagedRound, Diverged, NonFiniteRound, RoundAborted, WireError
 from thinwire.links.base import Peers
-from thinwire.payload import LARGEST, Payload, all_finite
+from thinwire.payload import LARGEST, Payload, all_finite, once
 
 if TYPE_CHECKING:
     from thinwire.core.elastic import ElasticEngine
@@ -92,6 +92,7 @@ class RoundEngine:
         self.resend = Resend(self)
         self.aborted = 0
         self.invalid_next = False  # the next message is refused in this worker's name, whatever it says
+        self.writing: Callable[[], AbstractContextManager[object]] = nullcontext  # around what changes replicated state
         optimizer.set_counter("in_flight", 0)
         if tau and optimizer.schedule.fragments > _MOST_IN_FLIGHT:
             raise ConfigError(f"with tau > 0 there are at most {_MOST_IN_FLIGHT} fragments, got {optimizer.schedule.fragments}")
@@ -106,6 +107,8 @@ class RoundEngine:
     def handshake(self) -> None:
         """Before the first step: refuse to begin unless all workers were started with the same settings."""
         self.settle_missing()  # a worker that is behind for a while would seem to differ
+        if self.opt.site is not None:
+            self.opt.site.greet()
         gates.greet(self.opt)
 
     # --- Sending ---------------------------------------------------------------------------------------------------------
@@ -227,7 +230,7 @@ class RoundEngine:
         if opt.pace is not None and arrived.included:
             opt.pace.committed()
         opt.committed()
-        with opt.watch.measured(opt, flight.which):
+        with opt.watch.measured(opt, flight.which), self.writing():
             opt.apply(replace(arrived, which=flight.which, last=flight.last))
         flight.exchange = None  # it holds messages as long as the model, and `current` would keep it until the next round
 
@@ -259,7 +262,7 @@ class RoundEngine:
         """
         ballot = Payload.of_bytes(bytes([error is not None]), purpose="vote", fixed=True)
         told = self.opt.link.all_gather(ballot)
-        failed = [p.sender for p in told if p.to_bytes() != b"\x00"]
+        failed = once(told, "vote", lambda: [p.sender for p in told if p.to_bytes() != b"\x00"])
         if failed and len(failed) < len(told):
             names = ", ".join(f"rank {r}" for r in failed)
             what = f"round {number} refused on all {len(told)} workers: {names} could not read the messages"
@@ -325,10 +328,12 @@ class RoundEngine:
 
     def _resync(self) -> None:
         """Where a worker's replicated state is what is invalid, it takes that of the others."""
-        state = [t for tensors in self.opt.replicated_state().values() for t in tensors]
         invalid = not all_finite(self.opt.params(), LARGEST)
         how = {"invalid": invalid, "behind": self.tau > 0 and self.resend.missing, "any_shard": self.opt.shards.any}
-        if took := resync(self.opt.link, state, **how):
+        with self.writing():
+            state = [t for tensors in self.opt.replicated_state().values() for t in tensors]
+            took = resync(self.opt.link, state, **how)
+        if took:
             names = ", ".join(f"rank {r}" for r in took)
             log.warning("the replicated state of %s was invalid: it was taken from the other workers", names)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from thinwire.errors import LinkError, WireError
 from thinwire.network import Op, Traffic, ring_traffic
-from thinwire.payload import Payload
+from thinwire.payload import Payload, once
 
 if TYPE_CHECKING:
     from thinwire.links.elastic import ElasticLink
@@ -232,7 +232,9 @@ class LinkDecorator(Link):
 
 def sizes_of(op: Op, result: Sequence[Payload], workers: int) -> list[int]:
     """Message lengths in bytes of all workers that took part, as the result of an exchange shows them."""
-    return [p.nbytes for p in result] if op in ("gather", "pair") else [result[0].nbytes] * workers
+    if op in ("gather", "pair"):
+        return once(result, "sizes", lambda: [p.nbytes for p in result])
+    return [result[0].nbytes] * workers
 
 
 def check_length(payload: Payload, rank: int, nbytes: int) -> None:

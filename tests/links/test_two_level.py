@@ -106,7 +106,7 @@ def test_inside_and_between_are_metered_apart() -> None:
     assert all(inside > 2 * gradients and rounds == 0 for inside, rounds in sent)
 
 
-# --- What goes wrong -----------------------------------------------------------------------------------------------------------
+# --- What goes wrong ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["demo", "diloco", "data-parallel"])
@@ -199,7 +199,7 @@ def test_what_cannot_be_two_levels_is_refused() -> None:
         World(7, sites=2)
 
 
-# --- Checkpoints, and operations that it does not know -------------------------------------------------------------------------
+# --- Checkpoints, and operations that it does not know ------------------------------------------------------------------------
 
 
 def test_a_run_of_sites_resumes_bit_for_bit(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_run_of_sites_resumes_bit_for_bit(tmp_path: Path) -> None:
     World(4, sites=2).run(lambda link: run(link, 1, 6, resume=False, save=True))
     assert len(list(thinwire.checkpoint.finished(tmp_path)[-1].glob("worker*"))) == 2, "one file for each site"
     resumed = World(4, sites=2, seed=5).run(lambda link: run(link, 7, 7, resume=True, save=False))
-    for (state, drawn), (expected, _) in zip(resumed, whole, strict=True):
+    for (state, _), (expected, _) in zip(resumed, whole, strict=True):
         assert_same(state, expected)
     assert [drawn for _, drawn in resumed] == [second for _, second in whole], "each member has its own random state again"
 

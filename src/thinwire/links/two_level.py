@@ -145,7 +145,9 @@ class TwoLevel(Link):
         if error is not None:
             raise error
         if kind:
-            raise _ERRORS[kind - 1](f"the member that sends for this site: {data.cpu().numpy().tobytes().decode(errors='replace')}")
+            raise _ERRORS[kind - 1](
+                f"the member that sends for this site: {data.cpu().numpy().tobytes().decode(errors='replace')}"
+            )
         return result if self.sends or like is None else _messages(data, lengths, senders, like)
 
     def _body(self, result: Sequence[Payload], text: bytes, nbytes: int, like: Payload | None) -> torch.Tensor:

@@ -3,9 +3,9 @@
     python -m benchmarks.worlds                              # gpt-pico, a few steps each; about half an hour on 2 cores
     python -m benchmarks.worlds --workers 4,16 --routes gather,two-level --record
 
-The workers are simulated on links of 100 Mbit/s and 20 ms with steps of 0.5 s; inside a site, 10 Gbit/s. Seconds and bytes are of
-the simulator's clock and meter, and the same on any machine. `wall` is what a step of all workers takes on this machine, and
-`memory` the peak of the process (VmHWM), which has one world and nothing else. Every run has a process of its own and a time limit.
+The workers are simulated on links of 100 Mbit/s and 20 ms with steps of 0.5 s; inside a site, 10 Gbit/s. Seconds and bytes are
+of the simulator's clock and meter, and the same on any machine. `wall` is what a step of all workers takes on this machine, and
+`memory` the peak of the process (VmHWM), which has one world and nothing else. Every run has a process of its own and a limit.
 """
 
 from __future__ import annotations
@@ -168,9 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.one:
         print(json.dumps(run(routes[given.one], int(given.workers), given.task)))
         return
-    print(
-        f"{'route':10} {'workers':>7} {'seconds (predicted)':>22} {'sent (predicted)':>28} {'inside':>12} {'wall s':>9} {'memory MB':>9}"
-    )
+    columns = f"{'seconds (predicted)':>22} {'sent (predicted)':>28} {'inside':>12} {'wall s':>9} {'memory MB':>9}"
+    print(f"{'route':10} {'workers':>7} {columns}")
     for workers in map(int, given.workers.split(",")):
         for name in given.routes.split(","):
             figures = in_a_process(routes[name], workers, given.task)

@@ -54,7 +54,7 @@ def test_what_is_wrong_with_a_file_of_links_is_said_with_its_line(tmp_path: Path
 
 
 def test_a_file_that_cannot_be_read_and_flags_beside_it_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read .*nothing.csv': No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read .*nothing\.csv': No such file"):
         read_links(tmp_path / "nothing.csv", 2)
     links = file_of(tmp_path, "worker,up\n*,1gbit\n")
     with pytest.raises(ConfigError, match="leave out --bandwidth, --down and --latency"):

@@ -48,7 +48,7 @@ class Processes:
         return self.shard if self._site is None else self._site.rank
 
     def random_states(self) -> dict[int, Tensor]:
-        """torch's random state in the processes whose state this one writes, by their place; all members of a site ask."""
+        """The random state of torch in the processes whose state this one writes, by place; all members of a site ask."""
         mine = torch.get_rng_state()
         if self._site is None:
             return {self.shard: mine}

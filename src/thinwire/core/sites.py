@@ -2,8 +2,8 @@
 
 Each reads data of its own. Before the optimizer looks at the gradients they are averaged over the site, so that all members
 compute the same from there on, bit for bit: parameters, error feedback, moments, messages. What one member finds, all know
-before any of them acts (`Shards.any`). What is invalid on one member is invalid on all of them, and refused by the rounds in the
-name of the site; which member it was is said in a warning.
+before any of them acts (`Shards.any`). What is invalid on one member is invalid on all of them, and refused by the rounds in
+the name of the site; which member it was is said in a warning.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
                      ├─ between: one message per site        inside: gradients averaged at every step, dense
     site 1: 0 1 2 3 ─┘
 
-The optimizer averages gradients over the site before it looks at them, so that all members of a site compute the same from there
-on: the same local steps, the same error feedback, the same message. Member 0 of each site sends it on the thin link, and tells
-the others of its site what came back. 8 sites of 8 processes so send between sites what 8 workers send.
+The optimizer averages gradients over the site before it looks at them, so that all members of a site compute the same from
+there on: the same local steps, the same error feedback, the same message. Member 0 of each site sends it on the thin link, and
+tells the others of its site what came back. 8 sites of 8 processes so send between sites what 8 workers send.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class TwoLevel(Link):
                 raise ConfigError(f"{name} must be a thinwire Link, got {type(link).__name__}")
             if link.elastic is not None:
                 raise ConfigError(
-                    f"{name} is an elastic link, whose workers come and go: a site that loses the member that sends for it would "
-                    "stop. Take a TorchLink, or let each machine join the elastic run as a worker of its own"
+                    f"{name} is an elastic link, whose workers come and go: a site that loses the member that sends for it "
+                    "would stop. Take a TorchLink, or let each machine join the elastic run as a worker of its own"
                 )
             if link.two_level is not None:
                 raise ConfigError(f"{name} is a TwoLevel link itself: there are two levels, not three")

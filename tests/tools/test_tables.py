@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import json
 import math
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from thinwire.errors import ConfigError
 from thinwire.network import Network
-from thinwire.tools.config import RunConfig
+from thinwire.tools.config import RunConfig, write_run_toml
 from thinwire.tools.runners import SimulatedRunner
 from thinwire.tools.tables import network_of, read_events, read_links
 
@@ -62,12 +65,12 @@ def test_a_file_that_cannot_be_read_and_flags_beside_it_are_refused(tmp_path: Pa
 
 
 def test_joins_and_deaths_of_a_trace(tmp_path: Path) -> None:
-    trace = file_of(tmp_path, "seconds,worker,event\n90s,1,death\n1min,3,join\n2min,1,death\n")
-    assert read_events(trace, 4) == ({3: 60.0}, [(90.0, 1), (120.0, 1)])
+    trace = file_of(tmp_path, "seconds,worker,event\n90s,1,death\n1min,3,join\n2min,1,death\n100s,1,join\n")
+    assert read_events(trace, 4) == ({3: 60.0}, [(90.0, 1), (120.0, 1)], [(100.0, 1)])
     with pytest.raises(ConfigError, match=r"line 2, column 'event': an event is join or death, got 'sleep'"):
         read_events(file_of(tmp_path, "seconds,worker,event\n1,0,sleep\n"), 4)
-    with pytest.raises(ConfigError, match=r"line 3: worker 0 joins once, before it dies"):
-        read_events(file_of(tmp_path, "seconds,worker,event\n1,0,death\n2,0,join\n"), 4)
+    with pytest.raises(ConfigError, match=r"line 2: worker 0 has a death after a death, at 2 s"):
+        read_events(file_of(tmp_path, "seconds,worker,event\n2,0,death\n1,0,death\n"), 4)
 
 
 def test_a_simulated_run_takes_its_links_from_the_file_and_its_sites_from_the_flags(tmp_path: Path) -> None:
@@ -80,3 +83,16 @@ def test_a_simulated_run_takes_its_links_from_the_file_and_its_sites_from_the_fl
         runner.check(RunConfig(workers=5))
     with pytest.raises(ConfigError, match="--inside 10gbit needs --sites"):
         SimulatedRunner(inside="10gbit").check(RunConfig(workers=4))
+
+
+def test_a_trace_of_churn_makes_an_elastic_run(tmp_path: Path) -> None:
+    trace = file_of(tmp_path, "seconds,worker,event\n1,1,death\n3,1,join\n2,2,join\n")
+    config = RunConfig(algorithm="diloco", task="quadratic", workers=3, steps=24, settings={"H": 4})
+    runner = SimulatedRunner(churn=trace, step_time="250ms")
+    runner.check(config)
+    write_run_toml(tmp_path / "run.toml", config)
+    runner.run(tmp_path, Console(file=io.StringIO()))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["step"] == 24 and summary["simulated_seconds"] >= 6
+    with pytest.raises(ConfigError, match="ddp needs workers that never change"):
+        runner.check(RunConfig(algorithm="ddp", workers=3))

@@ -1,9 +1,9 @@
 """Memory: simulated workers that are bit-equal in something hold one copy of it together.
 
 What an algorithm declares `replicated` changes in `apply` and nowhere else, on each worker in turn. Around it a worker gets a
-copy of its own, and gives it back afterwards where another worker has come to the same bits: 1,024 workers then hold one copy of
-the parameters or the anchor, and the one that runs has a second. Gradients are freed when a worker waits for a round: its message
-is made by then. Results are the same bits as without all this.
+copy of its own, and gives it back afterwards where another worker has come to the same bits: 1,024 workers then hold one copy
+of the parameters or the anchor, and the one that runs has a second. Gradients are freed when a worker waits for a round: its
+message is made by then. Results are the same bits as without all this.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class TrainFlags:
 class SimFlags:
     """The simulated network, and where the run is kept."""
 
-    rare: ClassVar[frozenset[str]] = frozenset({"links", "sites", "inside"})
+    rare: ClassVar[frozenset[str]] = frozenset({"links", "churn", "sites", "inside"})
 
     bandwidth: str = "inf"
     """Of each worker's link, such as 100mbit; a comma-separated list gives each worker its own."""
@@ -51,6 +51,8 @@ class SimFlags:
     links: str | None = None
     """A file with the link of each worker, in place of --bandwidth, --down and --latency: a csv with the columns
     worker,up,down,latency."""
+    churn: str | None = None
+    """A file with the workers' joins and deaths, a csv with the columns seconds,worker,event: an elastic run."""
     sites: int | None = None
     """Group the workers into so many sites, whose members average gradients over a fast network and send as one worker; the
     flags of the network are then those between sites."""

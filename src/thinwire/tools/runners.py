@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -14,15 +14,16 @@ from rich.console import Console
 from thinwire import checkpoint
 from thinwire.errors import ConfigError
 from thinwire.network import Network, parse_bandwidth, parse_duration
-from thinwire.sim import World
+from thinwire.sim import Churn, World
 from thinwire.tools.config import RunConfig, about_run, read_run_toml
+from thinwire.tools.elastic import check_elastic
 from thinwire.tools.flags import one_or_each
 from thinwire.tools.lab import Lab
 from thinwire.tools.launch import launch, worker_environment
 from thinwire.tools.names import ALONE
 from thinwire.tools.simulate import simulate
 from thinwire.tools.start import refuse_what_ddp_ignores
-from thinwire.tools.tables import network_of
+from thinwire.tools.tables import network_of, read_events
 
 
 class Runner(Protocol):
@@ -156,6 +157,7 @@ class SimulatedRunner:
         latency: of one message.
         step_time: of one local step; None measures it.
         links: a file with the link of each worker, in place of the first three.
+        churn: a file with the workers' joins and deaths; None where all are there at all times.
         sites: how many sites the workers are grouped into; None for none.
         inside: bandwidth inside a site.
     """
@@ -165,15 +167,16 @@ class SimulatedRunner:
     latency: str = "0ms"
     step_time: str | None = None
     links: str | None = None
+    churn: str | None = None
     sites: str | None = None
     inside: str = "inf"
 
     @property
     def name(self) -> str:
         """With bandwidth and latency, where the network is limited."""
-        if self.links is not None or self.sites is not None:
+        if (self.links, self.churn, self.sites) != (None, None, None):
             sites = "" if self.sites is None else f", {self.sites} sites of {self.inside} inside"
-            return f"simulated {self.wire}{sites}"
+            return f"simulated {self.wire}{sites}{'' if self.churn is None else f', churn of {self.churn}'}"
         limited = parse_limits(self.bandwidth, self.down, self.latency)
         down = "" if self.down is None else f" down {self.down}"
         return f"simulated {self.bandwidth} {self.latency}{down}" if limited else "simulated"
@@ -204,6 +207,8 @@ class SimulatedRunner:
         step_time = self._step_time()
         if isinstance(step_time, tuple) and len(step_time) != workers:
             raise ConfigError(f"step-time lists {len(step_time)} workers, but there are {workers}")
+        if self.churn is not None:
+            check_elastic(replace(config, workers=None))
         self._world(config)
 
     def run(self, folder: Path, console: Console) -> None:
@@ -215,8 +220,9 @@ class SimulatedRunner:
         workers, sites = config.workers or 2, None if self.sites is None else int(self.sites)
         network = network_of(self.bandwidth, self.down, self.latency, self.links, workers if sites is None else sites)
         inside = Network(bandwidth=parse_bandwidth(self.inside))
+        churn = None if self.churn is None else Churn(**read_events(self.churn, workers)._asdict())
         how = {"step_time": self._step_time(), "seed": config.seed}
-        return World(workers, network=network, sites=sites, inside=inside, **how)
+        return World(workers, network=network, sites=sites, inside=inside, churn=churn, **how)
 
     def _step_time(self) -> float | tuple[float, ...] | None:
         return None if self.step_time is None else one_or_each(self.step_time, parse_duration)

@@ -9,12 +9,14 @@ from typing import Any
 from rich.console import Console
 
 from thinwire.core.optimizer import Algorithm
-from thinwire.links import Link
+from thinwire.errors import ConfigError
+from thinwire.links import ElasticLink, Link
 from thinwire.sim import World
 from thinwire.sim.memory import SharedMemory
 from thinwire.tools.build import task_of
 from thinwire.tools.config import RunConfig
 from thinwire.tools.display import Display, MetricsFile
+from thinwire.tools.elastic import ElasticTrainer
 from thinwire.tools.summary import keep_result, summarise
 from thinwire.tools.train import Progress, Trainer
 
@@ -34,16 +36,20 @@ def simulate(
         world: of as many workers as the config has.
         console: where progress is shown.
     """
-    task = task_of(config, world.size)  # one copy of the data for all
+    task = task_of(config, world.size if world.churn is None else 1)  # one copy of the data for all
     memory = SharedMemory(world)
     metrics = MetricsFile(folder / "metrics.jsonl")
     title = f"sim {config.algorithm} {config.task} x{world.size}"
     with Display(title, config.steps, task.unit, console=console) as display, contextlib.closing(metrics):
 
         def worker(link: Link) -> dict[str, Any]:
-            trainer = Trainer(config, link, task=task)
-            if isinstance(trainer.optimizer, Algorithm):  # a warm start changes its optimizer on the way
-                memory.adopt(trainer.optimizer)
+            if isinstance(link, ElasticLink):
+                trainer = ElasticTrainer(config, link, task=task)
+                trainer.optimizer.join()
+            else:
+                trainer = Trainer(config, link, task=task)
+                if isinstance(trainer.optimizer, Algorithm):  # a warm start changes its optimizer on the way
+                    memory.adopt(trainer.optimizer)
 
             def watch(progress: Progress) -> None:
                 if link.data_rank == 0:
@@ -52,7 +58,9 @@ def simulate(
 
             return summarise(trainer, trainer.run(watch), simulated=True)
 
-        results = world.run(worker)
+        results = [figures for figures in world.run(worker) if figures is not None]  # None of a worker that stayed dead
+    if not results:
+        raise ConfigError(f"all {world.size} workers died before the run of {config.steps} steps ended")
     summary = results[0] | {"simulated_seconds": max(figures["seconds"] for figures in results)}
     keep_result(folder, summary, [metrics.problem])
     return summary

@@ -6,7 +6,7 @@ import csv
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from thinwire.errors import ConfigError
 from thinwire.network import Network, parse_bandwidth, parse_duration
@@ -94,32 +94,50 @@ def read_links(path: str | Path, workers: int) -> Network:
     return Network(bandwidth=up, latency=latency, down=None if up == down else down)
 
 
-def read_events(path: str | Path, workers: int) -> tuple[dict[int, float], list[tuple[float, int]]]:
-    """Joins and deaths of a file of events: seconds,worker,event, where an event is "join" or "death".
+class Trace(NamedTuple):
+    """When workers come and go; its fields are arguments of `thinwire.Churn`.
+
+    Attributes:
+        joins: seconds at which workers come that are not there from the start.
+        deaths: (seconds, worker) of each death.
+        returns: (seconds, worker) of each time that a worker comes back.
+    """
+
+    joins: dict[int, float]
+    deaths: list[tuple[float, int]]
+    returns: list[tuple[float, int]]
+
+
+def read_events(path: str | Path, workers: int) -> Trace:
+    """Joins and deaths of a file of events, in any order: seconds,worker,event, where an event is "join" or "death".
+
+    A worker whose first event is a death, or that has none, is there from the start. One that joins after a death comes back.
 
     Args:
         path: of the file.
         workers: how many there are.
 
-    Returns:
-        The seconds at which workers come that are not there from the start, and (seconds, worker) of each death: what
-        `thinwire.Churn` takes.
-
     Raises:
         ConfigError: with the number of the line that is wrong.
     """
-    joins: dict[int, float] = {}
-    deaths: list[tuple[float, int]] = []
+    events: dict[int, list[tuple[float, str, str]]] = {}
     for line in _lines(path, EVENT_COLUMNS, required=3):
         seconds, worker = line.read("seconds", parse_duration), line.read("worker", lambda word: _worker(word, workers))
-        event = line.read("event", _event)
-        if event == "death":
-            deaths.append((seconds, worker))
-        elif worker in joins or any(dead == worker for _, dead in deaths):
-            raise ConfigError(f"{line.place}: worker {worker} joins once, before it dies; Churn(restart=...) brings it back")
-        else:
-            joins[worker] = seconds
-    return joins, deaths
+        events.setdefault(worker, []).append((seconds, line.read("event", _event), line.place))
+    trace = Trace({}, [], [])
+    for worker, happened in events.items():
+        before = ""
+        for seconds, event, place in sorted(happened):
+            if event == before:
+                raise ConfigError(f"{place}: worker {worker} has a {event} after a {event}, at {seconds:g} s")
+            if event == "death":
+                trace.deaths.append((seconds, worker))
+            elif before:
+                trace.returns.append((seconds, worker))
+            else:
+                trace.joins[worker] = seconds
+            before = event
+    return trace
 
 
 def _lines(path: str | Path, columns: Sequence[str], *, required: int) -> Iterator[_Line]:

@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     config, flags = parse_run("sim", arguments, SimFlags, None)
 
     config = replace(config, workers=config.workers or 2)
-    words = {name: getattr(flags, name) for name in ("bandwidth", "down", "latency", "step_time", "links", "inside")}
+    words = {name: getattr(flags, name) for name in ("bandwidth", "down", "latency", "step_time", "links", "churn", "inside")}
     runner = SimulatedRunner(**words, sites=None if flags.sites is None else str(flags.sites))
     runner.check(config)
     rehearse(config)

@@ -21,12 +21,14 @@ from thinwire.links import Done, Link, MemoryStore, Ticket, Unsigned
 from thinwire.payload import Payload
 from thinwire.sharding.mesh import make_mesh
 
-METHODS = ("demo", "data-parallel", "decoupled-diloco", "diloco", "mt-dao", "noloco")
+METHODS = ("demo", "demo delayed", "data-parallel", "decoupled-diloco", "diloco", "mt-dao", "streaming-diloco", "noloco")
 STEPS = 6
 
 
-def settings_of(name: str) -> dict[str, Any]:
-    return {"codec": DCT(4) >> TopK(5)} if name in ("demo", "decoupled-diloco") else {}
+def make(name: str, model: Awkward, link: Link) -> Algorithm:
+    name, _, delayed = name.partition(" ")
+    settings: dict[str, Any] = {"codec": DCT(4) >> TopK(5)} if name in ("demo", "decoupled-diloco") else {}
+    return build(name, model.parameters(), link, alarm_every=1, **settings, **({"delay": True} if delayed else {}))
 
 
 def state_of(model: Awkward, opt: Algorithm) -> list[Tensor]:
@@ -38,7 +40,7 @@ def state_of(model: Awkward, opt: Algorithm) -> list[Tensor]:
 def train_on(link: Link, name: str, steps: int = STEPS) -> tuple[list[Tensor], int]:
     """What a process of a site has at the end, and what it sent between sites."""
     model = model_of()
-    opt = build(name, model.parameters(), link, alarm_every=1, **settings_of(name))
+    opt = make(name, model, link)
     for step in range(1, steps + 1):
         backward(model, link.data_rank, step)
         opt.step()
@@ -50,7 +52,7 @@ def train_with_mean_gradients(link: Link, name: str, members: int) -> tuple[list
     """The same as one worker that computes the mean gradient of a whole site by itself."""
     model = model_of()
     params = [p for p in model.parameters() if p.requires_grad]
-    opt = build(name, model.parameters(), link, alarm_every=1, **settings_of(name))
+    opt = make(name, model, link)
     for step in range(1, STEPS + 1):
         total: list[Tensor | None] = [None] * len(params)
         for member in range(members):
@@ -115,7 +117,7 @@ def test_a_nan_on_one_member_is_refused_in_the_name_of_its_site_and_the_member_i
 ) -> None:
     def worker(link: Link) -> tuple[list[Tensor], int]:
         model = model_of()
-        opt = build(name, model.parameters(), link, alarm_every=1, **settings_of(name))
+        opt = make(name, model, link)
         for step in range(1, 10):
             loss = backward(model, link.data_rank, step)
             if step == 3 and link.data_rank == 3:

@@ -30,8 +30,9 @@ def run(name: str, *, share: bool, size: int = 3, nan_at: int = 0, **settings: o
         for step in range(1, STEPS + 1):
             backward(model, link.rank, step)
             if step == nan_at and link.rank == 1:
-                with torch.no_grad():
-                    model.first.weight[0, 0] = float("nan")
+                weight = model.first.weight
+                weight.data = weight.data.clone()  # of this worker alone
+                weight.data[0, 0] = float("nan")
             opt.step()
             opt.zero_grad()
         opt.finish()

@@ -52,7 +52,7 @@ class Processes:
         mine = torch.get_rng_state()
         if self._site is None:
             return {self.shard: mine}
-        return {p.sender or 0: p.data.clone() for p in self._site.all_gather(Payload(mine, purpose="checkpoint"))}
+        return {p.sender or 0: p.data.cpu().clone() for p in self._site.all_gather(Payload(mine, purpose="checkpoint"))}
 
     def together(self, work: Callable[[], str], *, problem: str) -> list[str]:
         """Do this process's part of the work and wait for all others.

@@ -327,7 +327,8 @@ class Gathered(Exchange):
     @property
     def asked(self) -> bool:
         """Whether a worker asks for an earlier round again, once the messages are there."""
-        return any(read_flags(p, round=self.round)[1] for p in self.ticket.wait())
+        told = self.ticket.wait()
+        return once(told, ("asked", self.round), lambda: any(read_flags(p, round=self.round)[1] for p in told))
 
     def _told_invalid(self, payloads: list[Payload]) -> list[int]:
         return [p.sender for p in payloads if p.sender is not None and read_flags(p, round=self.round)[0]]

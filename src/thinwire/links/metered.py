@@ -11,7 +11,7 @@ from thinwire.network import Op
 from thinwire.payload import Payload
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Exchange:
     """What one exchange cost this worker.
 

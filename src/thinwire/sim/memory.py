@@ -26,6 +26,8 @@ _Set = Callable[[Tensor], None]
 class SharedMemory:
     """One copy of what is bit-equal on the workers of a world.
 
+    For training loops that leave replicated state to the optimizer: what else writes into it in place writes for all workers.
+
     Args:
         world: whose workers they are.
     """

@@ -223,7 +223,8 @@ class Trainer:
         flags = (*mine, self._bad_losses > 0, self._bad_losses >= _BAD_LOSSES)
         byte = sum(1 << bit for bit, flag in enumerate(flags) if optimizer.shards.any(flag))
         told = self.link.link.all_gather(Payload.of_bytes(bytes([byte]), purpose="finite", fixed=True))
-        bad, agreed, lost, losses, long = ([bool(p.to_bytes()[0] & 1 << bit) for p in told] for bit in range(len(flags)))
+        said = [p.to_bytes()[0] for p in told]
+        bad, agreed, lost, losses, long = ([bool(byte & 1 << bit) for byte in said] for bit in range(len(flags)))
         workers = f"all {self.link.size} workers" if self.link.size > 1 else "the worker"
         if any(agreed):
             ranks = ", ".join(f"rank {rank}" for rank, flag in enumerate(agreed) if flag)

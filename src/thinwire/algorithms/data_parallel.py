@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from thinwire.codecs import Codec, Dense
+from thinwire.core.gradients import gradients_and_presence, set_gradients
 from thinwire.core.optimizer import PolicyOptions
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.wrapper import Wrapper
@@ -70,16 +71,14 @@ class DataParallel(Wrapper):
 
     def send(self) -> Outgoing:
         """The gradients, and one number per tensor that says whether there is one."""
-        grads, present = self.gradients_and_presence()
-        return self.outgoing([*grads, present])
+        return self.outgoing(gradients_and_presence(self))
 
     def carried(self) -> None:
         """Nothing: a gradient that came too late was one of other parameters."""
 
     def apply(self, arrived: Arrived) -> None:
         """One synchronous step."""
-        *mean, somewhere = arrived.mean  # g <- mean_i g_i
-        self.set_gradients(mean, somewhere)
+        set_gradients(self, arrived.mean)  # g <- mean_i g_i
         if self.clip_norm:
             torch._foreach_mul_([local(p.grad) for p in self._active if p.grad is not None], self.clip_factor(self.clip_norm))
         self.inner.step()  # x <- InnerOpt(x, g)

@@ -19,6 +19,7 @@ from torch import Tensor
 from thinwire.codecs.dense import Dense
 from thinwire.core.average import average
 from thinwire.core.gates import handshake, hash_of_gradients
+from thinwire.core.gradients import gradients_and_presence, set_gradients
 from thinwire.core.hashing import hash_tensors, show_hash
 from thinwire.core.replicas import compare_replicas
 from thinwire.errors import ConfigError, Diverged, FingerprintMismatch, NonFiniteRound
@@ -69,9 +70,7 @@ class Site:
 
     def average_gradients(self) -> None:
         """Give all members the mean of their gradients; NaN, where that of any member is not finite."""
-        grads, present = self.opt.gradients_and_presence()
-        mean = self._mean([*grads, present], "gradients")
-        self.opt.set_gradients(mean[:-1], mean[-1])
+        set_gradients(self.opt, self._mean(gradients_and_presence(self.opt), "gradients"))
 
     def average_buffers(self, buffers: Sequence[Tensor]) -> None:
         """Likewise of buffers, such as running statistics."""

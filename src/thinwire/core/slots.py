@@ -84,26 +84,6 @@ class SlotOptimizer(Optimizer):
         """This process's part of every gradient, in the order of `params()`; zeros where a parameter has none."""
         return [torch.zeros_like(local(p.detach())) if p.grad is None else local(p.grad) for p in self._active]
 
-    def gradients_and_presence(self) -> tuple[list[Tensor], Tensor]:
-        """The gradients, and one number per tensor that says whether there is one: what is averaged over processes."""
-        grads = self.gradients()
-        present = [float(p.grad is not None) for p in self._active]
-        return grads, torch.tensor(present, device=grads[0].device if grads else "cpu")
-
-    def set_gradients(self, mean: Sequence[Tensor], somewhere: Tensor) -> None:
-        """Overwrite the gradients by a mean over processes; one that no process has is left alone, so that nobody decays it.
-
-        Args:
-            mean: of the gradients, in the order of `params()`.
-            somewhere: not 0 where any process has one.
-        """
-        for p, g, used in zip(self._active, mean, somewhere.tolist(), strict=True):
-            if used == 0:
-                continue
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            local(p.grad).copy_(g)
-
     def groups(self) -> list[dict[str, Any]]:
         """The parameter group of each of `params()`: where its lr and other settings are."""
         found = {p: group for group in self.param_groups for p in group["params"]}

@@ -33,8 +33,8 @@ class Churn:
     Args:
         joins: seconds at which workers come that are not there from the start.
         deaths: (seconds, worker) for each death.
-        death_rate: further deaths at random: the mean number per worker and second.
         returns: (seconds, worker) at which a worker that has died comes back, with nothing.
+        death_rate: further deaths at random: the mean number per worker and second.
         restart: seconds after a death without such a return that a worker comes back, with nothing; None for never.
         loss: part of the messages that never arrive; at least one per round does.
         tail: part of the local steps that take longer.
@@ -45,8 +45,8 @@ class Churn:
 
     joins: Mapping[int, float] = field(default_factory=dict)
     deaths: Sequence[tuple[float, int]] = ()
-    death_rate: float = 0.0
     returns: Sequence[tuple[float, int]] = ()
+    death_rate: float = 0.0
     restart: float | None = None
     loss: float = 0.0
     tail: float = 0.0

@@ -220,7 +220,7 @@ class SimulatedRunner:
         workers, sites = config.workers or 2, None if self.sites is None else int(self.sites)
         network = network_of(self.bandwidth, self.down, self.latency, self.links, workers if sites is None else sites)
         inside = Network(bandwidth=parse_bandwidth(self.inside))
-        churn = None if self.churn is None else Churn(**read_events(self.churn, workers)._asdict())
+        churn = None if self.churn is None else Churn(*read_events(self.churn, workers))
         how = {"step_time": self._step_time(), "seed": config.seed}
         return World(workers, network=network, sites=sites, inside=inside, churn=churn, **how)
 

@@ -95,7 +95,7 @@ def read_links(path: str | Path, workers: int) -> Network:
 
 
 class Trace(NamedTuple):
-    """When workers come and go; its fields are arguments of `thinwire.Churn`.
+    """When workers come and go; its fields are the first arguments of `thinwire.Churn`.
 
     Attributes:
         joins: seconds at which workers come that are not there from the start.

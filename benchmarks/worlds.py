@@ -4,7 +4,7 @@
     python -m benchmarks.worlds --workers 4,16 --routes gather,two-level --record
 
 The workers are simulated on links of 100 Mbit/s and 20 ms with steps of 0.5 s; inside a site, 10 Gbit/s. Seconds and bytes are
-of the simulator's clock and meter, and the same on any machine. `wall` is what a step of all workers takes on this machine, and
+of the simulator's clock and meter, and the same on any machine. `cpu` is what a step of all workers takes of one core, and
 `memory` the peak of the process (VmHWM), which has one world and nothing else. Every run has a process of its own and a limit.
 """
 
@@ -91,7 +91,7 @@ def run(route: Route, workers: int, task: str) -> dict[str, Any]:
 
         def watch(progress: Progress) -> None:
             if link.data_rank == 0:
-                seen.append((progress, time.perf_counter(), 0 if inside is None else inside.totals.sent))
+                seen.append((progress, time.process_time(), 0 if inside is None else inside.totals.sent))
 
         trainer.run(watch)
 
@@ -109,7 +109,7 @@ def run(route: Route, workers: int, task: str) -> dict[str, Any]:
         "sent": (last.sent - first.sent) / steps,
         "inside": (inside_after - inside_before) / steps,
         **prediction(config, made.model(), workers, members),
-        "wall": (ended - began) / steps,
+        "cpu": (ended - began) / steps,
         "memory": int(peak[1]) / 1024 if peak else None,
     }
 
@@ -152,7 +152,7 @@ def line(figures: dict[str, Any]) -> str:
     seconds, sent = (f"{figures[f'{name}']:.4g} ({figures[f'predicted {name}']:.4g})" for name in ("seconds", "sent"))
     return (
         f"{figures['route']:10} {figures['workers']:>7} {seconds:>22} {sent:>28} {figures['inside']:>12.4g} "
-        f"{figures['wall']:>9.2f} {figures['memory']:>9.0f}"
+        f"{figures['cpu']:>9.2f} {figures['memory']:>9.0f}"
     )
 
 
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.one:
         print(json.dumps(run(routes[given.one], int(given.workers), given.task)))
         return
-    columns = f"{'seconds (predicted)':>22} {'sent (predicted)':>28} {'inside':>12} {'wall s':>9} {'memory MB':>9}"
+    columns = f"{'seconds (predicted)':>22} {'sent (predicted)':>28} {'inside':>12} {'cpu s':>9} {'memory MB':>9}"
     print(f"{'route':10} {'workers':>7} {columns}")
     for workers in map(int, given.workers.split(",")):
         for name in given.routes.split(","):

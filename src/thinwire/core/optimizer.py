@@ -160,6 +160,8 @@ class Algorithm(JoiningOptimizer, Reporting):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
+            if self.site is not None and not self.handshake_done:
+                self.site.greet()
             gates.handshake_once(self)
             gates.check_param_groups(self)
             gates.check_settings(self)

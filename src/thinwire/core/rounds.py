@@ -107,8 +107,6 @@ class RoundEngine:
     def handshake(self) -> None:
         """Before the first step: refuse to begin unless all workers were started with the same settings."""
         self.settle_missing()  # a worker that is behind for a while would seem to differ
-        if self.opt.site is not None:
-            self.opt.site.greet()
         gates.greet(self.opt)
 
     # --- Sending ---------------------------------------------------------------------------------------------------------
@@ -313,7 +311,8 @@ class RoundEngine:
             raise refusal
         self.aborted += 1
         if nonfinite and "param" in opt.replicated and opt.peers.size > 1:
-            self._resync()
+            with self.writing():
+                self._resync()
         mine = opt.peers.id in _culprits(refusal)
         number, step = opt.rounds if number is None else number, opt.steps if step is None else step
         given_up = self.refusals.count(refusal, number, step)
@@ -328,12 +327,10 @@ class RoundEngine:
 
     def _resync(self) -> None:
         """Where a worker's replicated state is what is invalid, it takes that of the others."""
+        state = [t for tensors in self.opt.replicated_state().values() for t in tensors]
         invalid = not all_finite(self.opt.params(), LARGEST)
         how = {"invalid": invalid, "behind": self.tau > 0 and self.resend.missing, "any_shard": self.opt.shards.any}
-        with self.writing():
-            state = [t for tensors in self.opt.replicated_state().values() for t in tensors]
-            took = resync(self.opt.link, state, **how)
-        if took:
+        if took := resync(self.opt.link, state, **how):
             names = ", ".join(f"rank {r}" for r in took)
             log.warning("the replicated state of %s was invalid: it was taken from the other workers", names)
 

@@ -64,6 +64,7 @@ _HOME = {
     "Straggler": "thinwire.links",
     "Throttled": "thinwire.links",
     "TorchLink": "thinwire.links",
+    "TwoLevel": "thinwire.links",
     "connect": "thinwire.links",
     "disconnect": "thinwire.links",
     "join": "thinwire.links.join",
@@ -129,6 +130,7 @@ if TYPE_CHECKING:
         Straggler,
         Throttled,
         TorchLink,
+        TwoLevel,
         connect,
         disconnect,
     )

@@ -8,10 +8,11 @@ fewest bytes. With M workers and a message of N bytes each,
     broadcast:           sends   N         bytes in   (M-1) hops, from worker 0 down the line
 
 Workers that swap messages two by two need no ring, and the others do not matter; nor does a message of which each worker gets
-a part of its own:
+a part of its own, or that goes straight to all:
 
     pair:                sends   N         bytes in      1  hop; nothing without a partner
     deal  (all-to-all):  sends   N         bytes in      1  hop, without the part that a worker deals to itself
+    spread:              sends   N (M-1)   bytes in      1  hop
 
 No torch here, so that the command line can use it without waiting.
 """
@@ -26,7 +27,7 @@ from typing import Literal, NamedTuple
 
 from thinwire.errors import ConfigError
 
-Op = Literal["mean", "gather", "broadcast", "pair", "deal"]
+Op = Literal["mean", "gather", "broadcast", "pair", "deal", "spread"]
 
 GOODPUT = 1448 / 1514  # of an Ethernet link: a frame of 1514 bytes has headers of Ethernet, IP and TCP with timestamps
 BACKWARD = 2 / 3  # of a step: a backward pass has twice the matrix products of a forward pass
@@ -84,7 +85,7 @@ def ddp_bytes(parameters: int, workers: int, steps: int = 1) -> float:
 
 def ring_hops(op: Op, workers: int) -> int:
     """Sequential messages of a ring collective, or of a pair: each costs one latency."""
-    if op in ("pair", "deal"):
+    if op in ("pair", "deal", "spread"):
         return min(1, workers - 1)
     return (2 if op == "mean" else 1) * (workers - 1)
 

@@ -119,7 +119,10 @@ def save(
         return run
 
     def write() -> str:
-        return _write_files(aside, model, optimizer, processes, run, extra or {})
+        if not processes.writes:
+            return ""
+        state = flat_state(model, optimizer, processes.worker, random, extra or {})
+        return _write_files(aside, state, optimizer, processes, run)
 
     def finish() -> str:
         if not processes.first:
@@ -137,6 +140,7 @@ def save(
         remove_old({p: own[p] for p in finished(folder) if p in own}, target, keep)
         return target.name
 
+    random = processes.random_states()  # an exchange inside a site: before anything can fail on one member alone
     try:
         run = processes.together(prepare, problem=problem)[0]
         sums = processes.together(write, problem=problem)
@@ -191,8 +195,8 @@ def load(path: Path, model: nn.Module, optimizer: Algorithm | Phases, link: Link
         optimizer.engine.reset()
     if not got.same_world:
         optimizer.set_counter("thinwire_synced", optimizer.steps)
-    elif f"rng/{processes.shard}" in got.parts:
-        torch.set_rng_state(got.parts[f"rng/{processes.shard}"])
+    elif f"rng/{processes.place}" in got.parts:
+        torch.set_rng_state(got.parts[f"rng/{processes.place}"])
     _RUNS[unwrapped(model)] = got.description.run
     extra = {k.removeprefix("extra/"): float(v) for k, v in got.parts.items() if k.startswith("extra/")}
     return Resumed(step=got.description.step, extra=extra, notes=got.notes)
@@ -218,12 +222,9 @@ def _of_this_run(folder: Path, run: str) -> dict[Path, bool]:
     return own
 
 
-def _write_files(
-    aside: Path, model: nn.Module, optimizer: Algorithm, processes: Processes, run: str, extra: Mapping[str, float]
-) -> str:
+def _write_files(aside: Path, state: Mapping[str, Tensor], optimizer: Algorithm, processes: Processes, run: str) -> str:
     """Write this process's files; returns a line with the name and checksum of each, and whether parameters are finite."""
     worker, shard = processes.worker, processes.shard
-    state = flat_state(model, optimizer, worker, shard, extra)
     lines = [_FINITE] if all_finite(optimizer.params()) else []
     for owner in ("replicated", f"worker{worker}"):
         if owner == "replicated" and worker != 0:

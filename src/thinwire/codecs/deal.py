@@ -116,13 +116,16 @@ class Deal:
         """The message of an owner's share, which is in slots of the shapes that `Share.slot_shapes` tells."""
         return encode_share(self.back, slots, self.shares[owner].back, round=round)
 
-    def read(self, payloads: Sequence[Payload], like: Sequence[Tensor], *, round: int) -> Received:
+    def read(
+        self, payloads: Sequence[Payload], like: Sequence[Tensor], *, round: int, kind: type[Received] = Received
+    ) -> Received:
         """The means of all owners, checked from end to end, as one message.
 
         Args:
             payloads: of the owners in rank order.
             like: tensors of the shapes of the round.
             round: its number.
+            kind: of what is returned.
 
         Raises:
             WireError: naming the owner whose message is not sound.
@@ -139,7 +142,7 @@ class Deal:
             _put(whole, share.whole, said.dense.numpy())
         device = payloads[0].data.device
         together = Message(Payload(torch.empty(0, dtype=torch.uint8, device=device)), True, kept, torch.from_numpy(whole))
-        return Received(self.back, plan, Messages([together.payload], like, round), own=(0, together))
+        return kind(self.back, plan, Messages([together.payload], like, round), own=(0, together))
 
     def take_over(self, i: int, owner: int, before: Deal, kept: Sequence[Tensor]) -> Tensor:
         """What an owner keeps of tensor i, where the blocks were dealt to other workers before.

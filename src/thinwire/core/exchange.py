@@ -27,6 +27,8 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec, Messages
 from thinwire.codecs.chain import Chain, Encoded, Stage
+from thinwire.codecs.decoded_once import DecodedOnce
+from thinwire.codecs.decoder import Received
 from thinwire.codecs.dense import Dense
 from thinwire.codecs.encoder import Write
 from thinwire.codecs.made import Made
@@ -35,7 +37,7 @@ from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.errors import NonFiniteRound, WireError, check_whole_number
 from thinwire.links.base import Link, Peers
 from thinwire.network import Op
-from thinwire.payload import Payload, all_finite, zero_invalid_
+from thinwire.payload import Delivery, Payload, all_finite, once, zero_invalid_
 
 # Asked with "is something wrong here?": whether it is so anywhere among the processes that share one worker's model.
 AnyShard = Callable[[bool], bool]
@@ -284,6 +286,9 @@ class Gathered(Direct):
         return Envelope(self.peers.id, 1.0 if self.weight is None else self.weight, invalid=invalid, missing=self.missing)
 
     def _open(self, payloads: list[Payload]) -> tuple[list[Payload], list[float] | None, list[int]]:
+        return once(payloads, ("open", self._fingerprint, self.round, self.weight is None), lambda: self._unsealed(payloads))
+
+    def _unsealed(self, payloads: list[Payload]) -> tuple[list[Payload], list[float] | None, list[int]]:
         nbytes = self.codec.nbytes(self.like)
         opened = []
         for p in payloads:
@@ -295,7 +300,9 @@ class Gathered(Direct):
         if not sum(weights) > 0:
             raise WireError("the weights of all workers are zero")
         culprits = [e.sender for _, e in opened if e.invalid]
-        return [body for body, _ in opened], None if self.weight is None else weights, culprits
+        bodies = [body for body, _ in opened]
+        bodies = Delivery(bodies) if isinstance(payloads, Delivery) else bodies
+        return bodies, None if self.weight is None else weights, culprits
 
     def _decode(self, bodies: list[Payload], weights: list[float] | None) -> tuple[Arrived, bool]:
         ids = tuple(body.sender for body in bodies if body.sender is not None)
@@ -306,19 +313,38 @@ class Gathered(Direct):
         messages = Messages(bodies, self.like, self.round, self.outgoing.mean, weights, ids)
         if self.by_pieces:
             assert isinstance(self.codec, Chain)
-            own = (ids.index(self.peers.id), self.encoded) if self.encoded and self.peers.id in ids else None
-            received = self.codec.receive(messages, own=own)
+            received = self._received(self.codec, messages)
             return self._arrived(ids, _received=received), received.safe
-        combined = self.codec.combine(messages)
+        combined = self._combined(messages)
         finite = all_finite(combined)
         if not finite:  # an honest sender would have said that its contribution is invalid
             self._decode_each(bodies)
         return self._arrived(ids, _mean=combined), finite
 
+    def _received(self, chain: Chain, messages: Messages) -> Received:
+        """The messages, checked; where several workers of this process get them, decoded once for all."""
+        bodies, ids = messages.payloads, messages.ids or ()
+        if isinstance(bodies, Delivery):
+            return bodies.once(self._how(messages), lambda: DecodedOnce(chain, chain.plan(messages.like), messages))
+        own = (ids.index(self.peers.id), self.encoded) if self.encoded and self.peers.id in ids else None
+        return chain.receive(messages, own=own)
+
+    def _combined(self, messages: Messages) -> list[Tensor]:
+        """The mean of the messages; made once where several workers of this process get them, each of which owns its own."""
+        if not isinstance(messages.payloads, Delivery):
+            return self.codec.combine(messages)
+        made = messages.payloads.once(self._how(messages), lambda: self.codec.combine(messages))
+        return [t.clone() for t in made]
+
+    def _how(self, messages: Messages) -> tuple[object, ...]:
+        """All that the mean of given messages depends on."""
+        return self._fingerprint, self.round, repr(messages.mean), messages.weights is None
+
     @property
     def asked(self) -> bool:
         """Whether a worker asks for an earlier round again, once the messages are there."""
-        return any(read_flags(p, round=self.round)[1] for p in self.ticket.wait())
+        told = self.ticket.wait()
+        return once(told, ("asked", self.round), lambda: any(read_flags(p, round=self.round)[1] for p in told))
 
     def _told_invalid(self, payloads: list[Payload]) -> list[int]:
         return [p.sender for p in payloads if p.sender is not None and read_flags(p, round=self.round)[0]]

@@ -28,6 +28,7 @@ from thinwire.core.replicas import drift
 from thinwire.core.rounds import RoundEngine
 from thinwire.core.route import Halves, owned_nbytes
 from thinwire.core.shared_model import shared_model
+from thinwire.core.sites import Site
 from thinwire.core.slots import WHOSE, Start
 from thinwire.core.stats import Reporting, Watch
 from thinwire.errors import ConfigError, RoundAborted
@@ -104,6 +105,7 @@ class Algorithm(OwningOptimizer, Reporting):
         self.due: tuple[int, ...] = ()
         super().__init__(params, defaults or {}, codec=codec, slots=slots or {}, settings=settings or {})
         self._set_whose()
+        self.site = None if link.two_level is None else Site(self, link.two_level)
         self.choose_route(self.policy.route)
         self.engine = (RoundEngine if link.elastic is None else ElasticEngine)(self, self.policy, tau)
 
@@ -160,15 +162,21 @@ class Algorithm(OwningOptimizer, Reporting):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
+            if self.site is not None and not self.handshake_done:
+                self.site.greet()
             gates.handshake_once(self)
             gates.check_param_groups(self)
             gates.check_settings(self)
             gates.unscale_gradients(self)
+            if self.site is not None:
+                self.site.average_gradients()
             self.set_counter("thinwire_step", self.steps + 1 if self.pace is None else self.pace.next_step(self.steps))
             self.link.tick()
             with self.engine.overflow_named():
                 self.local_step()
             self.engine.advance()
+            if self.site is not None:
+                self.site.compare()
         return loss
 
     def finish(self) -> None:
@@ -181,6 +189,8 @@ class Algorithm(OwningOptimizer, Reporting):
 
     def average_buffers(self) -> None:
         """Give all workers the mean of the buffers."""
+        if self.buffers and self.site is not None:
+            self.site.average_buffers(self.buffer_average.local())
         if self.buffers:
             self.buffer_average.average(self.link, self.shards, round=self.rounds)
 
@@ -279,6 +289,7 @@ class Algorithm(OwningOptimizer, Reporting):
             "codec": repr(self.codecs),
             **{k: gates.plain(v) for k, v in self.settings.items()},
             **policy,
+            **({"members of a site": self.site.members} if self.site is not None else {}),
             "buffers": [describe(local(b)) for b in self.buffers],
             **gates.describe_parameters(self),
             **({gates.KERNELS: told} if (told := self.codecs.arithmetic(self.params()[0].device)) else {}),

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from thinwire.codecs.base import Messages
 from thinwire.codecs.deal import Deal, deal_of
+from thinwire.codecs.decoded_once import DecodedOnce
 from thinwire.codecs.decoder import Received
 from thinwire.codecs.encoder import Encoded
 from thinwire.codecs.wire import fingerprint
@@ -35,9 +36,10 @@ from thinwire.core.route import SUM_NBYTES, WEIGHT_NBYTES, Owners, chains_of, ch
 from thinwire.errors import ConfigError, DamagedRound, WireError
 from thinwire.links.base import Link
 from thinwire.network import Op
-from thinwire.payload import LARGEST, Payload, all_finite
+from thinwire.payload import LARGEST, Delivery, Payload, all_finite, once
 
 _WEIGHT = struct.Struct("<f")
+_ALL = -1  # whom a mean is for
 _UNREAD, _INVALID, _OVERFLOW = 1, 2, 4  # what a worker says in a vote
 
 
@@ -263,27 +265,30 @@ class Owned(Exchange):
 
     def _send_back(self, means: list[bytes]) -> list[Payload]:
         """Send this worker's share to all, and get theirs."""
-        me, size = self.peers.rank, self.peers.size
-        raw = (
-            torch.frombuffer(bytearray(b"".join(means)), dtype=torch.uint8) if any(means) else torch.empty(0, dtype=torch.uint8)
-        )
-        framed = self._framed(raw.to(self.posted.data.device), me, -1)
+        raw = Payload.of_bytes(b"".join(means)).data
+        framed = self._framed(raw.to(self.posted.data.device), self.peers.rank, _ALL)
         due = [nbytes + SUM_NBYTES if nbytes else 0 for nbytes in self._back_nbytes]
-        message = Payload(framed.repeat(size), purpose="back")
-        return self.link.post(message.in_parts([framed.numel()] * size, due), "deal").wait()
+        message = replace(Payload(framed, purpose="back"), due=tuple(due))
+        return self.link.post(message, "spread").wait()
 
     def _read_means(self, payloads: list[Payload]) -> list[Received]:
+        """The means of all owners, by each chain; where several workers of this process get them, decoded once for all."""
+        for part in self.dealt:
+            self.entries += sum(section.count for share in part.deal.shares for section in share.back.parts[0].sections)
+        return once(payloads, self._seed, lambda: self._decoded(payloads))
+
+    def _decoded(self, payloads: list[Payload]) -> list[Received]:
+        kind = DecodedOnce if isinstance(payloads, Delivery) else Received
         cuts: list[list[Payload]] = [[] for _ in self.dealt]
         for owner, (payload, nbytes) in enumerate(zip(payloads, self._back_nbytes, strict=True)):
-            body = self._unframed(payload, owner, -1, nbytes, weighted=False)[0] if nbytes else payload
+            body = self._unframed(payload, owner, _ALL, nbytes, weighted=False)[0] if nbytes else payload
             pieces = body.raw().split([part.deal.back_nbytes[owner] for part in self.dealt])
             for some, piece in zip(cuts, pieces, strict=True):
                 some.append(Payload(piece.clone()))
-        found = []
-        for part, some in zip(self.dealt, cuts, strict=True):
-            found.append(part.deal.read(some, self.like[part.here], round=self.round))
-            self.entries += sum(section.count for share in part.deal.shares for section in share.back.parts[0].sections)
-        return found
+        return [
+            part.deal.read(some, self.like[part.here], round=self.round, kind=kind)
+            for part, some in zip(self.dealt, cuts, strict=True)
+        ]
 
     def _vote(self, error: WireError | None, *, overflow: bool) -> None:
         """Tell each other whether the round is valid and could be read: what one worker could not, no worker may apply."""

@@ -11,13 +11,13 @@ from thinwire.network import Op, dealt_traffic
 from thinwire.payload import Payload
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Exchange:
     """What one exchange cost this worker.
 
     Attributes:
         purpose: "round", or "handshake" and "alarm" for the small control messages.
-        op: "mean", "gather", "broadcast", "pair" or "deal".
+        op: "mean", "gather", "broadcast", "pair", "deal" or "spread".
         payload: length of this worker's message in bytes.
         sent: bytes that left this worker, as the link's topology has it.
         received: bytes that reached it.
@@ -123,7 +123,8 @@ class _MeteredTicket(Ticket):
     def __init__(self, metered: Metered, ticket: Ticket, payload: Payload, op: Op):
         self.metered, self.ticket = metered, ticket
         self.op: Op = op
-        self.purpose, self.nbytes, self.dealt = payload.purpose, payload.nbytes, (payload.dealt, payload.due)
+        self.purpose, self.nbytes, self.due = payload.purpose, payload.nbytes, payload.due
+        self.dealt = payload.dealt or (payload.nbytes,) * len(payload.due)
         self.members = members_of(payload, op, metered.rank, metered.size)
 
     def _finish(self) -> list[Payload]:
@@ -139,7 +140,7 @@ class _MeteredTicket(Ticket):
     def _book(self, sizes: list[int], started: float) -> None:
         link = self.metered.link
         seconds = link.now() - started
-        # Parts go straight to the worker that they are for, whatever the link makes of collectives.
-        dealt = dealt_traffic(*self.dealt, self.metered.rank) if self.op == "deal" else None
-        sent, received = dealt or link.traffic(self.op, sizes)
+        # What has lengths for each worker goes straight to it, whatever the link makes of collectives.
+        straight = dealt_traffic(self.dealt, self.due, self.metered.rank) if self.due else None
+        sent, received = straight or link.traffic(self.op, sizes)
         self.metered.meter.add(Exchange(self.purpose, self.op, self.nbytes, sent, received, seconds))

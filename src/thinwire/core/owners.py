@@ -268,7 +268,7 @@ class Owned(Exchange):
         raw = Payload.of_bytes(b"".join(means)).data
         framed = self._framed(raw.to(self.posted.data.device), self.peers.rank, _ALL)
         due = [nbytes + SUM_NBYTES if nbytes else 0 for nbytes in self._back_nbytes]
-        message = replace(Payload(framed, purpose="back"), due=tuple(due))
+        message = Payload(framed, purpose="back", due=tuple(due))
         return self.link.post(message, "spread").wait()
 
     def _read_means(self, payloads: list[Payload]) -> list[Received]:

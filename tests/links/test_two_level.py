@@ -101,7 +101,7 @@ def test_inside_and_between_are_metered_apart() -> None:
     def worker(link: Link) -> tuple[int, int]:
         assert isinstance(link, TwoLevel)
         train_on(link, "demo", steps=2)
-        return link.inside_meter.totals.sent, link.inside_meter.purposes["gradients of a site"].rounds
+        return link.inside_meter.totals.sent, link.inside_meter.purposes["site mean"].rounds
 
     sent = World(4, sites=2).run(worker)
     gradients = sum(p.numel() for p in model_of().parameters() if p.requires_grad) * 4

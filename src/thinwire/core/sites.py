@@ -78,7 +78,7 @@ class Site:
 
     def _mean(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
         try:
-            return average(self.link.inside, self.codec, tensors, round=self.opt.rounds, purpose=f"{what} of a site")[0]
+            return average(self.link.inside, self.codec, tensors, round=self.opt.rounds, purpose="site mean")[0]
         except NonFiniteRound as refusal:
             members = ", ".join(map(str, refusal.culprits)) or "none alone: their sum overflowed"
             log.warning("site %d, step %d: NaN or Inf in the %s of member %s", self.link.rank, self.opt.steps, what, members)

@@ -22,7 +22,6 @@ from thinwire.links.metered import metered
 from thinwire.network import Op, Traffic
 from thinwire.payload import Payload
 
-_PURPOSE = "site"  # of messages inside, for meters and errors
 _ERRORS: tuple[type[ThinwireError], ...] = (RoundAborted, WireError, LinkError)  # that all members of a site raise together
 _LONGEST_TEXT = 4096  # bytes of an error that is told inside
 
@@ -161,7 +160,7 @@ class TwoLevel(Link):
         return self._broadcast(torch.cat(parts))
 
     def _broadcast(self, data: torch.Tensor) -> torch.Tensor:
-        return self.inside.broadcast(Payload(data, purpose=_PURPOSE)).data
+        return self.inside.broadcast(Payload(data, purpose="site result")).data
 
     def tick(self) -> None:
         """Count a step on the thin link."""

@@ -96,7 +96,7 @@ class Shards:
     def any(self, flag: bool) -> bool:
         """Whether any process of this worker raised its flag; a (fast, local) collective where there are several."""
         if self.site is not None:
-            told = self.site.all_gather(Payload.of_bytes(bytes([flag]), purpose="flags of a site", fixed=True))
+            told = self.site.all_gather(Payload.of_bytes(bytes([flag]), purpose="site flags", fixed=True))
             return any(p.to_bytes() != b"\x00" for p in told)
         if not self._groups:
             return flag

@@ -429,6 +429,20 @@ def test_on_a_mesh_all_shards_of_all_workers_refuse_or_apply_a_round_together(tr
         assert_same(params, results[0][2])
 
 
+def test_sites_of_a_link_of_two_levels_own_shares() -> None:
+    def worker(link: Link) -> tuple[int, int, list[Tensor]]:
+        model = net()
+        opt = METHODS["demo"](model.parameters(), link, route="owners", alarm_every=1)
+        train(model, opt, link.data_rank, range(1, 5))
+        return link.rank, opt.meter.totals.sent, snapshot(model)
+
+    results = World(6, sites=3).run(worker)
+    for nth, (site, sent, params) in enumerate(results):
+        assert site == nth // 2
+        assert_same(params, results[0][2])
+        assert (sent > 0) == (nth % 2 == 0), "one member of each site sends"
+
+
 # --- Settings ----------------------------------------------------------------------------------------------------------------
 
 

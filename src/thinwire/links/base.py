@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from thinwire.errors import LinkError, WireError
-from thinwire.network import Op, Traffic, ring_traffic
+from thinwire.network import Op, Traffic, dealt_traffic, ring_traffic
 from thinwire.payload import Payload, once
 
 if TYPE_CHECKING:
@@ -167,6 +167,10 @@ class Link(ABC):
         """Bytes that this worker sends and receives when messages of `sizes` bytes are exchanged."""
         return ring_traffic(op, sizes, self.rank)
 
+    def straight_traffic(self, dealt: Sequence[int], due: Sequence[int]) -> Traffic:
+        """Bytes that this worker sends and receives in a "deal" or "spread": see `dealt_traffic`."""
+        return dealt_traffic(dealt, due, self.rank)
+
 
 class LinkDecorator(Link):
     """A link around another one that changes or watches some of what it does."""
@@ -232,6 +236,10 @@ class LinkDecorator(Link):
     def traffic(self, op: Op, sizes: Sequence[int]) -> Traffic:
         """As the wrapped link counts it."""
         return self.link.traffic(op, sizes)
+
+    def straight_traffic(self, dealt: Sequence[int], due: Sequence[int]) -> Traffic:
+        """As the wrapped link counts it."""
+        return self.link.straight_traffic(dealt, due)
 
 
 def sizes_of(op: Op, result: Sequence[Payload], workers: int) -> list[int]:

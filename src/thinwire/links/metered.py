@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 from thinwire.errors import RoundAborted
 from thinwire.links.base import Link, LinkDecorator, Ticket, members_of, sizes_of
-from thinwire.network import Op, dealt_traffic
+from thinwire.network import Op
 from thinwire.payload import Payload
 
 
@@ -140,7 +140,6 @@ class _MeteredTicket(Ticket):
     def _book(self, sizes: list[int], started: float) -> None:
         link = self.metered.link
         seconds = link.now() - started
-        # What has lengths for each worker goes straight to it, whatever the link makes of collectives.
-        straight = dealt_traffic(self.dealt, self.due, self.metered.rank) if self.due else None
+        straight = link.straight_traffic(self.dealt, self.due) if self.due else None
         sent, received = straight or link.traffic(self.op, sizes)
         self.metered.meter.add(Exchange(self.purpose, self.op, self.nbytes, sent, received, seconds))

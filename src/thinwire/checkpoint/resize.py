@@ -24,7 +24,7 @@ def owed_of_all(key: str, optimizer: Algorithm) -> tuple[int, str, str] | None:
     owner, _, rest = key.partition("/state/")
     name, _, slot = rest.rpartition("/")
     slot = slot.partition("@")[0]
-    if optimizer._slots.get(slot) != "owed" or not owner.removeprefix("worker").isdecimal():
+    if slot not in optimizer.owed_slots or not owner.removeprefix("worker").isdecimal():
         return None
     return int(owner.removeprefix("worker")), name, slot
 
@@ -99,7 +99,7 @@ def _deal_again(
     """Give this worker, as an owner of other blocks, what the owners before it have left out of them."""
     dealt = set()
     for slot, deal in optimizer.redealt(workers).items():
-        for (index, _), again in zip(optimizer._indexed(), deal, strict=True):
+        for index, again in deal.items():
             before = [owed.get((worker, names[index], slot)) for worker in range(workers)]
             if all(t is not None for t in before):
                 parts[f"state/{names[index]}/{slot}"] = again([t for t in before if t is not None])

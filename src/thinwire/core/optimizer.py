@@ -26,7 +26,6 @@ from thinwire.core.pace import Pace
 from thinwire.core.policy import Policy, PolicyOptions
 from thinwire.core.replicas import drift
 from thinwire.core.rounds import RoundEngine
-from thinwire.core.route import Halves, owned_nbytes
 from thinwire.core.shared_model import shared_model
 from thinwire.core.sites import Site
 from thinwire.core.slots import WHOSE, Start
@@ -227,15 +226,6 @@ class Algorithm(OwningOptimizer, Reporting):
             return self.send() if self.which(due) else None
         finally:
             (self.due, self.peers), self.engine.current = before, at_hand
-
-    def owned_nbytes(self, out: Outgoing, due: tuple[int, ...]) -> Halves | None:
-        """Bytes of the messages of such a round; None where they are not averaged by owners."""
-        if self.owners is None or out.codec.linear or self.peers.size < 2:
-            return None
-        before, self.due = self.due, due
-        owned, self.due = self.owned(self.which(due)), before
-        weighted, workers = out.weight is not None, self.peers.size
-        return owned_nbytes(self.owners, out.codec, owned["model"], owned["which"], workers, weighted=weighted)
 
     def kinds_of_rounds(self) -> list[tuple[int, ...]]:
         """What is due in each of the rounds in which everything is sent once; one full round for most."""

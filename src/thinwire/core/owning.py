@@ -14,7 +14,8 @@ from thinwire.codecs.base import Codec
 from thinwire.codecs.deal import Deal, deal_of
 from thinwire.codecs.wire import HEADER_NBYTES
 from thinwire.core.joining import JoiningOptimizer
-from thinwire.core.route import Owners, Route, chains_of, check_owned, keeps_rest, owned_nbytes
+from thinwire.core.outgoing import Outgoing
+from thinwire.core.route import Halves, Owners, Route, chains_of, check_owned, keeps_rest, owned_nbytes
 from thinwire.errors import ConfigError
 from thinwire.links.base import Link, Peers
 from thinwire.sharding.shards import local
@@ -34,6 +35,11 @@ class OwningOptimizer(JoiningOptimizer):
     in_pairs: ClassVar[bool] = False
     link: Link
     peers: Peers
+    due: tuple[int, ...]
+
+    def which(self, due: tuple[int, ...]) -> tuple[int, ...]:
+        """Numbers of the parameters that a round of these fragments is about."""
+        raise NotImplementedError
 
     def choose_route(self, route: Route) -> None:
         """Decide what becomes of messages that are gathered otherwise.
@@ -79,6 +85,15 @@ class OwningOptimizer(JoiningOptimizer):
         """What `Owned` needs to know of a round of these parameters, besides what is sent."""
         return {"owed": list(self._owed_of(OWED, which)), "model": self.params(), "which": which}
 
+    def owned_nbytes(self, out: Outgoing, due: tuple[int, ...]) -> Halves | None:
+        """Bytes of the messages of such a round; None where they are not averaged by owners."""
+        if self.owners is None or out.codec.linear or self.peers.size < 2:
+            return None
+        before, self.due = self.due, due
+        owned, self.due = self.owned(self.which(due)), before
+        weighted, workers = out.weight is not None, self.peers.size
+        return owned_nbytes(self.owners, out.codec, owned["model"], owned["which"], workers, weighted=weighted)
+
     def _owed_of(self, slot: str, which: Sequence[int]) -> Iterator[Tensor | None]:
         return (self.own_state[self._active[i]].get(slot) for i in which)
 
@@ -95,14 +110,19 @@ class OwningOptimizer(JoiningOptimizer):
                 if slot not in self.own_state[p]:
                     self.own_state[p][slot] = torch.zeros(shape, device=local(p).device)
 
-    def redealt(self, workers: int) -> dict[str, list[Callable[[Sequence[Tensor]], Tensor]]]:
-        """For each slot of what owners left out, and each parameter: what makes this worker's of those of so many owners."""
+    @property
+    def owed_slots(self) -> frozenset[str]:
+        """Names of the slots of what this worker has left out as an owner."""
+        return frozenset(name for name, start in self._slots.items() if start == "owed")
+
+    def redealt(self, workers: int) -> dict[str, dict[int, Callable[[Sequence[Tensor]], Tensor]]]:
+        """What makes what this worker has left out, of what so many owners have: by slot and number in the state dict."""
         found = {}
         for slot, codec in self.owed_codecs().items() if self.owners is not None else ():
             if slot in self._slots:
                 before, now = self._deal_of(codec, workers), self._deal_of(codec, self.peers.size)
-                count, me = range(len(self._active)), self.peers.rank
-                found[slot] = [functools.partial(now.take_over, i, me, before) for i in count]
+                numbers = [index for index, _ in self._indexed()]
+                found[slot] = {n: functools.partial(now.take_over, i, self.peers.rank, before) for i, n in enumerate(numbers)}
         return found
 
     def _deal_of(self, codec: Codec, workers: int) -> Deal:

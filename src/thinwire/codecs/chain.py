@@ -295,9 +295,12 @@ class Chain(Stages, Codec):
         encoded = self.encode_tensors(tensors, round=round)
         return encoded.payload, bool(encoded.finite)
 
-    def encode_tensors(self, tensors: Sequence[Tensor] | Made, *, round: int = 0) -> Encoded:
+    def encode_tensors(
+        self, tensors: Sequence[Tensor] | Made, *, round: int = 0, write: encoder.Write | None = None
+    ) -> Encoded:
         """As `encode`, with what receivers will read; of tensors that are made piece by piece too."""
-        return self._encoder(tensors).encode_tensors(self, tensors, round=round)
+        how = encoder if write is not None else self._encoder(tensors)
+        return how.encode_tensors(self, tensors, round=round, **({} if write is None else {"write": write}))
 
     def encode_slots(
         self,
@@ -308,6 +311,7 @@ class Chain(Stages, Codec):
         decay: PerTensor = 1.0,
         scale: PerTensor | None = None,
         made: Made | None = None,
+        write: encoder.Write | None = None,
     ) -> Encoded:
         """The message of tensors that live in the domain of the transform.
 
@@ -319,9 +323,12 @@ class Chain(Stages, Codec):
             scale: where it is given, `accumulate(slots, like, decay=decay, scale=scale)` comes first, in the same pass;
                 else the slots are not changed.
             made: what is accumulated instead of `like`, made piece by piece.
+            write: what writes the bytes, where they are not one message; see `codecs.deal`.
         """
-        how = self._encoder(slots)
-        return how.encode_slots(self, slots, like, round=round, decay=decay, scale=scale, made=made)
+        how: dict[str, Any] = {"round": round, "decay": decay, "scale": scale, "made": made}
+        if write is not None:  # messages of owners are made by the host
+            return encoder.encode_slots(self, slots, like, write=write, **how)
+        return self._encoder(slots).encode_slots(self, slots, like, **how)
 
     def _encoder(self, tensors: Sequence[Tensor] | Made) -> Any:
         """The module that encodes tensors where they are: numpy and C kernels on a CPU, torch operations elsewhere."""

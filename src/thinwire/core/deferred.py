@@ -169,9 +169,10 @@ class DeviceGate:
 
     @classmethod
     def of(cls, engine: RoundEngine) -> Self | None:
-        """That of an engine; None on a CPU, and where workers come and go."""
+        """That of an engine; None on a CPU, and where workers come and go or are sites."""
         opt = engine.opt
-        return cls(engine) if opt.params()[0].device.type != "cpu" and opt.link.elastic is None else None
+        looks = opt.params()[0].device.type == "cpu" or opt.link.elastic is not None or opt.site is not None
+        return None if looks else cls(engine)
 
     # --- Reading ---------------------------------------------------------------------------------------------------------
 

@@ -22,8 +22,9 @@ from thinwire.codecs.device.backend import on_device
 from thinwire.codecs.device.decoder import DeviceReceived
 from thinwire.codecs.device.envelope import open_all, seal_unless
 from thinwire.codecs.wire import HEADER_NBYTES
-from thinwire.core.exchange import Exchange, Gathered, Reduced, damaged, refusal
+from thinwire.core.exchange import Exchange, Gathered, Reduced
 from thinwire.core.outgoing import Arrived, Outgoing
+from thinwire.core.refusals import damaged, refusal
 from thinwire.errors import RoundAborted, WireError
 from thinwire.links.base import Link, Peers
 from thinwire.network import Op
@@ -130,14 +131,14 @@ class GatheredOnDevice(OnDevice, Gathered):
             raise WireError(f"messages of {[p.nbytes for p in payloads]} bytes, where all have {self.posted.nbytes}")
         raw = torch.stack([p.data for p in payloads])
         opened = open_all(raw, ids, self._frames, fingerprint=self._fingerprint, round=self.round)
-        received = self._received([p.like(p.data[HEADER_NBYTES:]) for p in payloads])
+        received = self._read_on_device([p.like(p.data[HEADER_NBYTES:]) for p in payloads])
         wrong = opened.wrong | received.wrong | (opened.weights != 1)
         unread = self._told_all(wrong.any() & ~opened.invalid.any())
         refused = self.any_shard(opened.invalid.any() | unread.any() | ~received.safe)
         self.verdict = torch.cat([opened.invalid, wrong, unread, (~received.safe).reshape(1), refused.reshape(1)]).float()
         return self._arrived(ids, _received=received, refused=refused)
 
-    def _received(self, bodies: list[Payload]) -> DeviceReceived:
+    def _read_on_device(self, bodies: list[Payload]) -> DeviceReceived:
         assert isinstance(self.codec, Chain)
         messages = Messages(bodies, self.like, self.round, self.outgoing.mean, None, self.peers.expected)
         return DeviceReceived(self.codec, self.codec.plan(self.like), messages, raises=False)
@@ -178,7 +179,7 @@ class GatheredThroughHost(GatheredOnDevice):
         if culprits:
             raise refusal(self.round, self.peers, culprits)
         raw = torch.stack([body.data for body in bodies]).to(self.device)
-        received = self._received([body.like(one) for body, one in zip(bodies, raw, strict=True)])
+        received = self._read_on_device([body.like(one) for body, one in zip(bodies, raw, strict=True)])
         refused = self.any_shard(received.wrong.any() | ~received.safe)
         self.verdict = torch.cat([received.wrong, (~received.safe).reshape(1), refused.reshape(1)]).float()
         return self._arrived(self.peers.expected, _received=received, refused=refused)

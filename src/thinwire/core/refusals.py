@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from thinwire.errors import DamagedRound, NonFiniteRound, RoundAborted, TrainingDiverged, WireError
-from thinwire.payload import LARGEST, all_finite
+from thinwire.links.base import Peers
+from thinwire.payload import LARGEST, Payload, all_finite
 
 if TYPE_CHECKING:
     from thinwire.core.optimizer import Algorithm
@@ -83,3 +85,54 @@ class Refusals:
         if "param" in self.opt.replicated:
             return self.opt.params()
         return self.opt.slot("anchor") if "anchor" in self.opt.replicated else []
+
+    def of_any_pair(self, refusal: RoundAborted | None, number: int) -> RoundAborted | None:
+        """Tell all workers of a round that some pair has refused, so that all can raise: one byte from each."""
+        peers = self.opt.peers
+        said = isinstance(refusal, NonFiniteRound) + 2 * (peers.id in culprits_of(refusal))
+        told = self.opt.link.all_gather(Payload.of_bytes(bytes([said]), purpose="refusals", fixed=True))
+        heard = {p.sender: int(p.to_bytes()[0]) for p in told}
+        if not any(heard.values()):
+            return refusal
+        by, culprits = ([r for r, flags in heard.items() if r is not None and flags & bit] for bit in (1, 2))
+        names, whose = (", ".join(f"rank {r}" for r in ranks) for ranks in (by, culprits))
+        what = f"round {number} refused by {names}: NaN or Inf in the contribution of {whose or 'another shard'}"
+        return NonFiniteRound(f"{what}; all {peers.size} workers stop", culprits=culprits)
+
+
+def culprits_of(refusal: RoundAborted | None) -> tuple[int, ...]:
+    """Ids of the workers that a round was refused for."""
+    return refusal.culprits if isinstance(refusal, NonFiniteRound) else ()
+
+
+def refusal(round: int, peers: Peers, culprits: list[int], pair: tuple[int, ...] | None = None) -> NonFiniteRound:
+    """The refusal of a round for NaN or Inf.
+
+    Args:
+        round: its number.
+        peers: who takes part.
+        culprits: ids of those whose contribution is invalid; [-1] where only the sum is, none where another shard refuses it.
+        pair: the ranks of a pair that refuses it; None for all workers.
+    """
+    named = [r for r in culprits if r >= 0]
+    reason = "the sum of all contributions overflowed" if culprits else "another shard of this worker refused it"
+    if named:
+        reason = f"NaN or Inf in the contribution of {', '.join(f'rank {r}' for r in named)}"
+    together = f"on all {peers.size} workers" if pair is None else f"by rank {' and rank '.join(map(str, pair))}"
+    return NonFiniteRound(f"round {round} refused {together}: {reason}", culprits=named)
+
+
+def damaged(round: int, failed: Sequence[int | None], size: int, error: WireError | None) -> DamagedRound | WireError:
+    """What a round is refused with whose messages some workers could not read.
+
+    Args:
+        round: its number.
+        failed: those workers. Where all of them could not, a message was wrong when it was sent, else damaged on the way.
+        size: how many workers there are.
+        error: what this worker found.
+    """
+    names = ", ".join(f"rank {r}" for r in failed)
+    what = f"round {round} refused on all {size} workers: {names} could not read the messages"
+    if len(failed) == size and error is not None:
+        return error
+    return DamagedRound(f"{what} ({error})" if error is not None else what)

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,16 +29,17 @@ from torch import Tensor
 
 from thinwire.core import gates
 from thinwire.core.deferred import DeviceGate
-from thinwire.core.exchange import Exchange, damaged, post
+from thinwire.core.exchange import Exchange, post
 from thinwire.core.hashing import hash_each
 from thinwire.core.outgoing import Arrived
+from thinwire.core.owners import Owned
 from thinwire.core.policy import Policy
-from thinwire.core.refusals import Refusals
+from thinwire.core.refusals import Refusals, culprits_of, damaged
 from thinwire.core.replicas import compare_replicas, resync
 from thinwire.core.resend import Resend
 from thinwire.errors import ConfigError, Diverged, NonFiniteRound, RoundAborted, WireError
 from thinwire.links.base import Peers
-from thinwire.payload import LARGEST, Payload, all_finite
+from thinwire.payload import LARGEST, Payload, all_finite, once
 
 if TYPE_CHECKING:
     from thinwire.core.elastic import ElasticEngine
@@ -95,6 +95,7 @@ class RoundEngine:
         self.resend = Resend(self)
         self.aborted = 0
         self.invalid_next: bool | Tensor = False  # the next message is refused in this worker's name, whatever it says
+        self.writing: Callable[[], AbstractContextManager[object]] = nullcontext  # around what changes replicated state
         self.deferred = DeviceGate.of(self)  # where gates are not looked at until the next step
         optimizer.set_counter("in_flight", 0)
         if tau and optimizer.schedule.fragments > _MOST_IN_FLIGHT:
@@ -163,8 +164,12 @@ class RoundEngine:
         flight.due, flight.peers = opt.due, opt.peers
         missing = self.tau > 0 and self.resend.missing
         how = {"any_shard": opt.shards.any, "largest": LARGEST, "missing": missing}
-        put_on_its_way = partial(post, opt.link) if self.deferred is None else self.deferred.post
-        flight.exchange = put_on_its_way(out, peers=opt.peers, round=flight.number, **how)
+        how |= {"peers": opt.peers, "round": flight.number}
+        owners = None if out.codec.linear or opt.peers.size < 2 else opt.owners
+        if owners is not None:
+            flight.exchange = Owned(opt.link, out, owners=owners, **opt.owned(flight.which), **how)
+        else:
+            flight.exchange = post(opt.link, out, **how) if self.deferred is None else self.deferred.post(out, **how)
         if self.tau:
             self.resend.remember(flight.number, flight.exchange)
 
@@ -210,7 +215,7 @@ class RoundEngine:
             except RoundAborted as found:
                 refusal = found
             if opt.in_pairs and self.policy.on_nonfinite == "raise":
-                refusal = self._refusal_of_any_pair(refusal, flight.number)
+                refusal = self.refusals.of_any_pair(refusal, flight.number)
             if refusal is not None:
                 flight.exchange = None
                 self.refuse(refusal, number=flight.number)
@@ -238,7 +243,9 @@ class RoundEngine:
         if opt.pace is not None and arrived.included:
             opt.pace.committed()
         opt.committed()
-        with opt.watch.measured(opt, flight.which):
+        if flight.exchange is not None:
+            flight.exchange.commit()
+        with opt.watch.measured(opt, flight.which), self.writing():
             opt.apply(replace(arrived, which=flight.which, last=flight.last))
         flight.exchange = None  # it holds messages as long as the model, and `current` would keep it until the next round
 
@@ -270,7 +277,7 @@ class RoundEngine:
         """
         ballot = Payload.of_bytes(bytes([error is not None]), purpose="vote", fixed=True)
         told = self.opt.link.all_gather(ballot)
-        failed = [p.sender for p in told if p.to_bytes() != b"\x00"]
+        failed = once(told, "vote", lambda: [p.sender for p in told if p.to_bytes() != b"\x00"])
         if failed and len(failed) < len(told):
             raise damaged(number, failed, len(told), error) from error
 
@@ -320,8 +327,9 @@ class RoundEngine:
             raise refusal
         self.aborted += 1
         if nonfinite and "param" in opt.replicated and opt.peers.size > 1:
-            self._resync()
-        mine = opt.peers.id in _culprits(refusal)
+            with self.writing():
+                self._resync()
+        mine = opt.peers.id in culprits_of(refusal)
         number, step = opt.rounds if number is None else number, opt.steps if step is None else step
         given_up = self.refusals.count(refusal, number, step)
         if given_up is None:
@@ -341,19 +349,6 @@ class RoundEngine:
         if took := resync(self.opt.link, state, **how):
             names = ", ".join(f"rank {r}" for r in took)
             log.warning("the replicated state of %s was invalid: it was taken from the other workers", names)
-
-    def _refusal_of_any_pair(self, refusal: RoundAborted | None, number: int) -> RoundAborted | None:
-        """Tell all workers of a round that some pair has refused, so that all can raise: one byte from each."""
-        peers = self.opt.peers
-        said = isinstance(refusal, NonFiniteRound) + 2 * (peers.id in _culprits(refusal))
-        told = self.opt.link.all_gather(Payload.of_bytes(bytes([said]), purpose="refusals", fixed=True))
-        heard = {p.sender: int(p.to_bytes()[0]) for p in told}
-        if not any(heard.values()):
-            return refusal
-        by, culprits = ([r for r, flags in heard.items() if r is not None and flags & bit] for bit in (1, 2))
-        names, whose = (", ".join(f"rank {r}" for r in ranks) for ranks in (by, culprits))
-        what = f"round {number} refused by {names}: NaN or Inf in the contribution of {whose or 'another shard'}"
-        return NonFiniteRound(f"{what}; all {peers.size} workers stop", culprits=culprits)
 
     @contextmanager
     def overflow_named(self) -> Iterator[None]:
@@ -393,7 +388,3 @@ class RoundEngine:
         for place, (step, due, which) in enumerate(sent[len(sent) - count :]):
             self.queue.append(InFlight(opt.rounds + place + 1, step, due, which))
         opt.set_counter("in_flight", count)
-
-
-def _culprits(refusal: RoundAborted | None) -> tuple[int, ...]:
-    return refusal.culprits if isinstance(refusal, NonFiniteRound) else ()

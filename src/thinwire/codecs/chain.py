@@ -283,7 +283,8 @@ class Chain(Stages, Codec):
             decay: 0 to overwrite whatever the slots held; one number, or one per tensor.
             scale: multiplies the tensors; likewise.
         """
-        self._encoder(slots).accumulate(self, slots, tensors, decay=decay, scale=scale)
+        how = device_encoder if self._on_device(slots) else encoder
+        how.accumulate(self, slots, tensors, decay=decay, scale=scale)
 
     def encode(self, tensors: Sequence[Tensor], *, round: int = 0, spare: int = 0) -> Payload:
         """All tensors in one message."""
@@ -295,9 +296,13 @@ class Chain(Stages, Codec):
         encoded = self.encode_tensors(tensors, round=round)
         return encoded.payload, bool(encoded.finite)
 
-    def encode_tensors(self, tensors: Sequence[Tensor] | Made, *, round: int = 0) -> Encoded:
+    def encode_tensors(
+        self, tensors: Sequence[Tensor] | Made, *, round: int = 0, write: encoder.Write | None = None
+    ) -> Encoded:
         """As `encode`, with what receivers will read; of tensors that are made piece by piece too."""
-        return self._encoder(tensors).encode_tensors(self, tensors, round=round)
+        if write is None and self._on_device(tensors):
+            return device_encoder.encode_tensors(self, tensors, round=round)
+        return encoder.encode_tensors(self, tensors, round=round, write=write)
 
     def encode_slots(
         self,
@@ -308,6 +313,7 @@ class Chain(Stages, Codec):
         decay: PerTensor = 1.0,
         scale: PerTensor | None = None,
         made: Made | None = None,
+        write: encoder.Write | None = None,
     ) -> Encoded:
         """The message of tensors that live in the domain of the transform.
 
@@ -319,15 +325,17 @@ class Chain(Stages, Codec):
             scale: where it is given, `accumulate(slots, like, decay=decay, scale=scale)` comes first, in the same pass;
                 else the slots are not changed.
             made: what is accumulated instead of `like`, made piece by piece.
+            write: what writes the bytes, where they are not one message; see `codecs.deal`.
         """
-        how = self._encoder(slots)
-        return how.encode_slots(self, slots, like, round=round, decay=decay, scale=scale, made=made)
+        how: dict[str, Any] = {"round": round, "decay": decay, "scale": scale, "made": made}
+        if write is None and self._on_device(slots):
+            return device_encoder.encode_slots(self, slots, like, **how)
+        return encoder.encode_slots(self, slots, like, write=write, **how)
 
-    def _encoder(self, tensors: Sequence[Tensor] | Made) -> Any:
-        """The module that encodes tensors where they are: numpy and C kernels on a CPU, torch operations elsewhere."""
+    def _on_device(self, tensors: Sequence[Tensor] | Made) -> bool:
+        """Whether torch operations make messages of tensors where they are; on a CPU numpy and C kernels do."""
         held = tensors.sources[0] if isinstance(tensors, Made) else tensors
-        elsewhere = len(held) and off_host(held[0].device) and on_device(self, held[0].device)
-        return device_encoder if elsewhere else encoder
+        return len(held) > 0 and off_host(held[0].device) and on_device(self, held[0].device)
 
     def decode(self, payload: Payload, like: Sequence[Tensor], *, round: int = 0) -> list[Tensor]:
         """The tensors that a message says."""

@@ -283,7 +283,8 @@ class Chain(Stages, Codec):
             decay: 0 to overwrite whatever the slots held; one number, or one per tensor.
             scale: multiplies the tensors; likewise.
         """
-        self._encoder(slots).accumulate(self, slots, tensors, decay=decay, scale=scale)
+        how = device_encoder if self._on_device(slots) else encoder
+        how.accumulate(self, slots, tensors, decay=decay, scale=scale)
 
     def encode(self, tensors: Sequence[Tensor], *, round: int = 0, spare: int = 0) -> Payload:
         """All tensors in one message."""
@@ -299,8 +300,9 @@ class Chain(Stages, Codec):
         self, tensors: Sequence[Tensor] | Made, *, round: int = 0, write: encoder.Write | None = None
     ) -> Encoded:
         """As `encode`, with what receivers will read; of tensors that are made piece by piece too."""
-        how = encoder if write is not None else self._encoder(tensors)
-        return how.encode_tensors(self, tensors, round=round, **({} if write is None else {"write": write}))
+        if write is None and self._on_device(tensors):
+            return device_encoder.encode_tensors(self, tensors, round=round)
+        return encoder.encode_tensors(self, tensors, round=round, write=write)
 
     def encode_slots(
         self,
@@ -326,15 +328,14 @@ class Chain(Stages, Codec):
             write: what writes the bytes, where they are not one message; see `codecs.deal`.
         """
         how: dict[str, Any] = {"round": round, "decay": decay, "scale": scale, "made": made}
-        if write is not None:  # messages of owners are made by the host
-            return encoder.encode_slots(self, slots, like, write=write, **how)
-        return self._encoder(slots).encode_slots(self, slots, like, **how)
+        if write is None and self._on_device(slots):
+            return device_encoder.encode_slots(self, slots, like, **how)
+        return encoder.encode_slots(self, slots, like, write=write, **how)
 
-    def _encoder(self, tensors: Sequence[Tensor] | Made) -> Any:
-        """The module that encodes tensors where they are: numpy and C kernels on a CPU, torch operations elsewhere."""
+    def _on_device(self, tensors: Sequence[Tensor] | Made) -> bool:
+        """Whether torch operations make messages of tensors where they are; on a CPU numpy and C kernels do."""
         held = tensors.sources[0] if isinstance(tensors, Made) else tensors
-        elsewhere = len(held) and off_host(held[0].device) and on_device(self, held[0].device)
-        return device_encoder if elsewhere else encoder
+        return len(held) > 0 and off_host(held[0].device) and on_device(self, held[0].device)
 
     def decode(self, payload: Payload, like: Sequence[Tensor], *, round: int = 0) -> list[Tensor]:
         """The tensors that a message says."""

@@ -333,7 +333,7 @@ class Gathered(Direct):
     def _received(self, chain: Chain, messages: Messages) -> Received:
         """The messages, checked; where several workers of this process get them, decoded once for all."""
         bodies, ids = messages.payloads, messages.ids or ()
-        if isinstance(bodies, Delivery):
+        if isinstance(bodies, Delivery) and not off_host(bodies[0].data.device):
             return bodies.once(self._how(messages), lambda: DecodedOnce(chain, chain.plan(messages.like), messages))
         own = (ids.index(self.peers.id), self.encoded) if self.encoded and self.peers.id in ids else None
         return chain.receive(messages, own=own)

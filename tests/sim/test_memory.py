@@ -97,11 +97,11 @@ def test_gradients_are_freed_while_a_worker_waits_for_a_round() -> None:
 
 
 def test_messages_of_a_gather_are_read_once_per_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    from thinwire.core import exchange
+    from thinwire.codecs import wire
 
     read: list[int] = []
-    unseal = exchange.unseal
-    monkeypatch.setattr(exchange, "unseal", lambda *a, **k: read.append(1) or unseal(*a, **k))
+    unseal = wire.unseal
+    monkeypatch.setattr(wire, "unseal", lambda *a, **k: read.append(1) or unseal(*a, **k))
     run("demo", share=True, size=5)
     assert len(read) == 5 * STEPS
     read.clear()

@@ -43,7 +43,7 @@ from thinwire.codecs import (
     Striding,
     TopK,
 )
-from thinwire.codecs.device import chunks
+from thinwire.codecs.device import chunks, decoder
 from thinwire.codecs.device.checksum import crc32
 from thinwire.codecs.device.decoder import DeviceReceived
 from thinwire.codecs.device.encoder import DeviceEncoded
@@ -184,8 +184,11 @@ def test_messages_residuals_and_means_are_those_of_the_host_for_1000_shapes_of_e
 def test_chunks_of_any_size_say_the_same(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of blocks that are cut, tensors that share a chunk with others, and groups out of order."""
     monkeypatch.setattr(chunks, "ENTRIES", entries)
+    monkeypatch.setattr(decoder, "_VALUES", entries // 8)
+    monkeypatch.setattr(decoder, "_BITS", entries)
     shapes: Shapes = [(33, 40), (16, 70), (9, 40), (24, 70), (64, 8), (300,), (7,)]
-    for chain in (DCT(8) >> TopK(3) >> Sign(), Identity(8) >> RandomK(5) >> Int8(), DCT(8) >> Int8(7)):
+    some = (DCT(8) >> TopK(3) >> Sign(), (Identity(8) >> TopK(5) >> Int8(7)).split(3))
+    for chain in (*some, Identity(8) >> RandomK(5) >> Int8(), DCT(8) >> Int8(7)):
         messages_agree(Chain.of(chain), shapes, 5, Mean("senders"), [1.0, 2.0, 3.0])
 
 

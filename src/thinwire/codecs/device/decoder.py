@@ -33,6 +33,7 @@ from thinwire.codecs.wire import PART_NBYTES
 from thinwire.errors import WireError
 
 _BITS = 1 << 25  # of index codes of all workers that are read at once
+_VALUES = 1 << 24  # of all workers that are read at once
 
 
 class DeviceReceived(Received):
@@ -156,9 +157,15 @@ class DeviceReceived(Received):
 
     def _read_values(self, number: int) -> Tensor:
         """The values of a group in all messages, [workers, blocks, k], with the factors that norms make."""
-        read = [self._format.read(self._part(s), s.row, 0, s.count) for s in self.plan.of_group[number]]
-        values = self._scaled(read[0] if len(read) == 1 else torch.cat(read, 1))
-        return values.view(len(self._raw), self.plan.layout.groups[number].blocks, -1)
+        workers, blocks = len(self._raw), self.plan.layout.groups[number].blocks
+        k = self.plan.of_group[number][0].k
+        values, step = torch.empty((workers, blocks * k), device=self.device), k * max(1, _VALUES // (workers * k))
+        for section in self.plan.of_group[number]:
+            for start in range(0, section.count, step):
+                stop = min(start + step, section.count)
+                read = self._scaled(self._format.read(self._part(section), section.row, start, stop))
+                values[:, section.offset + start : section.offset + stop] = read
+        return values.view(workers, blocks, k)
 
     def _scaled(self, values: Tensor) -> Tensor:
         return values if self._factor is None else values * self._factor[:, None]

@@ -96,7 +96,8 @@ def period_of(config: RunConfig, model: nn.Module, *, workers: int, backward: fl
     optimizer = optimizer_of(replace(config, steps=10**6), on_meta(model), NullLink(workers))
     steps = _length(optimizer.schedule)
     at_last = max(optimizer.codecs.until, default=0)  # what a schedule of codecs ends with is what goes on
-    return _with_votes(_with_buffers(Period(steps, tuple(_scheduled(optimizer, 1, steps, rounds=at_last))), optimizer))
+    scheduled = Period(steps, tuple(_scheduled(optimizer, 1, steps, rounds=at_last)))
+    return _with_votes(_with_buffers(scheduled, optimizer), workers)
 
 
 def run_messages(config: RunConfig, model: nn.Module, *, workers: int) -> list[Message]:
@@ -182,7 +183,7 @@ def _with_buffers(period: Period, optimizer: Algorithm) -> Period:
     return Period(repeats * period.steps, tuple(messages))
 
 
-def _with_votes(period: Period) -> Period:
+def _with_votes(period: Period, workers: int) -> Period:
     """With what follows each gathered message that is waited for at once: a byte that says whether it could be read.
 
     It follows the second half of a round of owners too.
@@ -191,8 +192,10 @@ def _with_votes(period: Period) -> Period:
     for m in period.messages:
         messages.append(m)
         dealt += m.op == "deal"
-        if (m.op == "gather" and m.needed == m.posted) or (m.op == "deal" and dealt % 2 == 0):
+        if m.op == "gather" and m.needed == m.posted:
             messages.append(Message(m.needed, m.needed, VOTE_NBYTES, "gather"))
+        if m.op == "deal" and dealt % 2 == 0:
+            messages.append(Message(m.needed, m.needed, VOTE_NBYTES * (workers - 1), "deal"))
     return Period(period.steps, tuple(messages))
 
 

@@ -149,7 +149,7 @@ def _as_json(flags: PlanFlags, model: nn.Module, cluster: Cluster, advice: Advic
 
 def _offer_as_json(offer: Offer) -> dict[str, Any]:
     return {
-        "name": offer.name,
+        "name": offer.listed,
         "algorithm": offer.config.algorithm,
         "settings": offer.config.settings,
         "wire": offer.config.wire,

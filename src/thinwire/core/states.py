@@ -12,6 +12,8 @@ How a state is averaged follows from what it has:
     and anchor        send what is large everywhere again and again
     anchor            D_i = s_i - a (+ e_i);  Q = mean_j C(D_j);  a <- a + Q;  s_i <- a;  e_i <- D_i - C(D_i)
     anchor and outer  the same with  a <- a + eta (Q + mu m),  m <- mu m + Q first: an outer Nesterov step
+
+A `Derived` state, such as a projector, is not averaged itself: all workers make it of the mean of something else.
 """
 
 from __future__ import annotations
@@ -114,6 +116,26 @@ class State:
         torch._foreach_copy_(mine, torch._foreach_add(progress, anchor))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Derived(State):
+    """A state that all workers make anew of something that they average: `give` makes what is sent, `outer` is given the mean."""
+
+    give: Tensors
+
+    def outgoing(self) -> list[Tensor]:
+        """What this worker gives."""
+        return self.give()
+
+    def take(self, given: list[Tensor], mean: list[Tensor], sent: list[Tensor], *, resynced: bool = False) -> None:  # noqa: ARG002
+        """Have it made; whether this worker's own was counted makes no difference."""
+        self.skip(mean)
+
+    def skip(self, mean: list[Tensor]) -> None:
+        """Likewise."""
+        assert self.outer is not None
+        self.outer(self.tensors(), mean)
+
+
 class StateAveraging(Algorithm):
     """Base of the methods whose rounds average states with periods; they set `states` when they are made.
 
@@ -203,6 +225,7 @@ class StateAveraging(Algorithm):
 
 def _codec_of(states: Sequence[State], *, weighted: bool) -> Codec:
     """The codec of a message: that of the states, or one of parts where they have several."""
+    states = [s for s in states if s.tensors()]  # where no matrix is projected, some have none
     if len({s.codec for s in states}) == 1:
         codec = states[0].codec
         # Weights are not added up on a narrow wire, where they would be rounded.

@@ -19,14 +19,19 @@ from thinwire.links.base import Link
 from thinwire.sharding.shards import local
 from thinwire.tools.config import presets
 
-# Every class by its name, and every preset that fixes some of a class's settings.
-FIXED: dict[str, dict[str, Any]] = {name: fixed for name, (_, fixed) in presets().items() if fixed}
-ALGORITHMS = found() | {name: found()[presets()[name][0]] for name in FIXED}
+# Settings with which a class sends other messages than it usually does.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lordo-gradient": {"source": "gradient", "lives": 4.0},
+    "lordo-sketch": {"source": "sketch", "average_feedback": True, "from_start": "v"},
+}
+# Every class by its name, every preset that fixes some of a class's settings, and those.
+FIXED: dict[str, dict[str, Any]] = {name: fixed for name, (_, fixed) in presets().items() if fixed} | VARIANTS
+ALGORITHMS = found() | {name: found()[name.partition("-")[0] if name in VARIANTS else presets()[name][0]] for name in FIXED}
 NAMES = list(ALGORITHMS)
 
 
 def named(chosen: Callable[[str], bool] = lambda _: True) -> list[Any]:
-    """Those of `NAMES` that are chosen, for `parametrize`. Presets are slow: a quick test has each class."""
+    """Those of `NAMES` that are chosen, for `parametrize`. Presets and variants are slow: a quick test has each class."""
     return [name if name in found() else pytest.param(name, marks=pytest.mark.slow) for name in NAMES if chosen(name)]
 
 

@@ -464,7 +464,7 @@ def test_bad_settings_are_refused(name: str, bad: Any) -> None:
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(ConfigError, match="source is of all, got source='sketch'"):
+    with pytest.raises(ConfigError, match="source is of all, got 'sketch'"):
         made(model_of(), SoloLink(), projection="local", source="sketch")
     with pytest.raises(ConfigError, match="which feedback=False does without"):
         made(model_of(), SoloLink(), feedback=False, average_feedback=True)

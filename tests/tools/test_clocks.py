@@ -88,7 +88,7 @@ def test_periods_that_grow_are_typed_in_as_a_text(tmp_path: Path) -> None:
     assert parse_run("train", words_of(config))[0] == config
     write_run_toml(tmp_path / "run.toml", config)
     assert read_run_toml(tmp_path / "run.toml") == config
-    with pytest.raises(ConfigError, match="a period is a number of steps, or several such as .* got 'often'"):
+    with pytest.raises(ConfigError, match=r"a period is a number of steps, or several such as .* got 'often'"):
         optimizer_of(config_of("diloco", settings={"H": "often"}), nn.Linear(4, 4), SoloLink())
 
 
@@ -99,6 +99,25 @@ def test_a_plan_counts_the_rounds_of_a_run_whose_periods_grow(algorithm: str) ->
     assert [int(m.posted) for m in messages] == [2, 4, 6, 8, 12, 16, 24]
     period = period_of(config, nn.Linear(8, 8), workers=2)
     assert (period.steps, [m.posted for m in period.messages if m.nbytes > 1]) == (8, [8])
+
+
+def test_a_run_whose_periods_grow_resumes_bit_for_bit() -> None:
+    def worker(link: Link, stop: int) -> list:
+        model, growing = model_of(), Stages(1, 3, 4, 8, 6)
+        opt = build("mt-dao", model.parameters(), link, H=growing, alarm_every=1)
+        train(model, opt, link.rank, stop)
+        assert opt.rounds == len([s for s in range(1, stop + 1) if growing.due(s)])
+        again = model_of(seed=9)
+        again.load_state_dict(model.state_dict())
+        resumed = build("mt-dao", again.parameters(), link, H=growing, alarm_every=1)
+        resumed.load_state_dict(opt.state_dict())
+        train(again, resumed, link.rank, 14 - stop, first=stop + 1)
+        return snapshot(again)
+
+    straight, early, late = (World(2).run(lambda link, stop=stop: worker(link, stop)) for stop in (0, 2, 10))
+    for mine in (early, late):
+        assert_same(mine[0], straight[0])
+        assert_same(mine[1], straight[1])
 
 
 def test_what_needs_a_plain_period_refuses_one_that_grows() -> None:

@@ -118,7 +118,7 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class Derived(State):
-    """A state that all workers make anew of something that they average: `give` makes what is sent, `outer` is given the mean."""
+    """A state that all workers make anew of something that they average: `give` makes what is sent, `outer` takes the mean."""
 
     give: Tensors
 

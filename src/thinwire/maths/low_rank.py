@@ -10,7 +10,7 @@ dimensions are folded into (first, all others). Q is n x r with orthonormal colu
     inside:   x <- x - lr Q [((1 - omega) ghat + omega uhat) / den]                 stays in the span of Q
 
 Parameters without a Q are stepped by quasi-hyperbolic Adam: `inside` with Q = 1. With `lives`, b1 grows with the age of u
-(`thinwire.maths.lives`). A refresh takes a new Q from a source D, and turns the moments into the new basis (the rule of LDAdam):
+(`thinwire.maths.lives`). A refresh takes a new Q from a source D, and turns the moments into its basis (the rule of LDAdam):
 
     D = the difference that training has made since the last refresh, the gradient of the last step G, or
         a sketch of it G Omega: n x (r + 8), Omega of random signs that all workers have in common
@@ -348,7 +348,7 @@ def check_settings(
     check_choice("projection", projection, ("global", "local"))
     check_not_negative("clip_norm", clip_norm)
     if projection == "local" and source != "difference":
-        raise ConfigError(f"with projection='local' each worker takes its own gradient: source is of all, got source={source!r}")
+        raise ConfigError(f"with projection='local' each worker takes its own gradient: source is of all, got {source!r}")
     if projection == "local" and any(K is not None for K in periods):
         raise ConfigError(
             f"with projection='local' moments are not averaged, since their bases differ: they have no periods, got {periods}"

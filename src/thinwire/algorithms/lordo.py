@@ -20,23 +20,20 @@ from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from thinwire.codecs import Codec, Dense
 from thinwire.core.optimizer import PolicyOptions, Start
-from thinwire.core.outgoing import Arrived
+from thinwire.core.projectors import Projecting
 from thinwire.core.slots import log, overwrite
-from thinwire.core.states import Derived, State, StateAveraging, state_codecs, state_periods
-from thinwire.core.wrapper import Wrapper
+from thinwire.core.states import State, state_codecs, state_periods
 from thinwire.errors import ConfigError, check_choice
 from thinwire.links.base import Link
 from thinwire.maths import low_rank
-from thinwire.optim import LowRankAdam
 from thinwire.schedules import Periods, Schedule, as_schedule
 from thinwire.sharding.mesh import shard_of
 
 
-class LoRDO(StateAveraging):
+class LoRDO(Projecting):
     """Local steps of low-rank Adam with a full-rank term; parameters and moments averaged, the projector made of the result.
 
     Example:
@@ -74,9 +71,7 @@ class LoRDO(StateAveraging):
     """
 
     name = "lordo"
-    needs_whole_tensors = True  # singular vectors of a shard are not those of the matrix
     replicated = frozenset({"anchor", "Q"})
-    takes_over = ("Q",)
 
     def __init__(
         self,
@@ -110,7 +105,7 @@ class LoRDO(StateAveraging):
         if average_feedback and not feedback:
             raise ConfigError("average_feedback averages E, which feedback=False does without: give one of them only")
         self.clip_norm, self.qh, self.rotate, self.projection, self.source = clip_norm, qh, rotate, projection, source
-        self.from_start, self._clip = from_start, 0.0  # what the gradients at hand are multiplied by; 0 without any
+        self.from_start = from_start
         self.replicated = self.replicated if projection == "global" else frozenset({"anchor"})
         periods = state_periods(low_rank.MOMENTS if projection == "global" else (), H, K_u, K_v)
         periods |= {"E": as_schedule(H)} if average_feedback else {}
@@ -133,33 +128,14 @@ class LoRDO(StateAveraging):
     def _state(self, name: str, periods: Mapping[str, Schedule], codecs: Mapping[str, Codec]) -> State:
         period, codec = periods[name], codecs[name]
         if name == "Q":
-            return Derived(name, lambda: self.slot(name), period, codec, give=self._given, outer=self._found)
+            return self.projector_state(period, codec)
         if name == "E":
             return State(name, lambda: self.slot(name), period, codec, feedback=not isinstance(codec, Dense))
         if name != "param":  # v is turned by means of u, so it is the same on all workers only where u is
             apart = period != periods["exp_avg"] or any(not isinstance(codecs[k], Dense) for k in (name, "exp_avg"))
             return State(name, lambda: self.slot(name), period, codec, feedback=apart)
         anchor, residual = (lambda: self.slot("anchor")), (lambda: self.slot("residual")) if "residual" in self._slots else None
-        return State(name, self.params, period, codec, anchor=anchor, residual=residual, outer=self._move)
-
-    def _projected(self) -> list[int]:
-        """Numbers of the parameters that have a projector."""
-        return [i for i, p in enumerate(self._active) if "Q" in self.state[p]]
-
-    def _move(self, a: list[Tensor], D: list[Tensor]) -> None:
-        torch._foreach_add_(a, D)  # a <- a + D
-        if self.source == "difference":
-            known = D if self.projection == "global" else self.gradients()
-            self._sources = [low_rank.oriented(known[i]) for i in self._projected()]
-
-    def _given(self) -> list[Tensor]:
-        """What this worker gives for new projectors; zeros where it skipped the step, and at the end, without a gradient."""
-        G, Q, flight = self.gradients(), self.slot("Q"), self.engine.current
-        how = {"round": flight.number, "clip": 0.0 if flight.last else self._clip}
-        return [low_rank.contribution(G[i], q, self.source, **how) for i, q in zip(self._projected(), Q, strict=True)]
-
-    def _found(self, _: list[Tensor], mean: list[Tensor]) -> None:
-        self._sources = mean  # of the new projectors
+        return State(name, self.params, period, codec, anchor=anchor, residual=residual, outer=self.move)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         super()._check_group(group)
@@ -171,37 +147,15 @@ class LoRDO(StateAveraging):
         if not self.gradients_finite():
             log.warning("rank %d, step %d: NaN or Inf in the gradient, local step skipped", self.peers.id, self.steps)
             self.engine.invalid_next = self.policy.on_nonfinite == "raise"  # all raise together in the next round
-            self._clip = 0.0
+            self.clip = 0.0
             return
-        self._clip = self.clip_factor(self.clip_norm)
-        low_rank.step(self._active, self.state, self.groups(), qh=self.qh, clip=self._clip)
-
-    def apply(self, arrived: Arrived) -> None:
-        """All states that are due, then a new projector where the parameters are among them."""
-        super().apply(arrived)
-        if self.whole_round():
-            sources, self._sources = self._sources, []  # not kept: they may be as large as the model
-            params, groups = ([some[i] for i in self._projected()] for some in (self._active, self.groups()))
-            low_rank.refresh(params, self.state, groups, sources, turn=self.rotate)
+        self.clip = self.clip_factor(self.clip_norm)
+        low_rank.step(self._active, self.state, self.groups(), qh=self.qh, clip=self.clip)
 
     def restore(self) -> None:
         """Back to the last agreed parameters; what is not finite in the moments and in E becomes zero."""
         overwrite(self.params(), self.slot("anchor"))
         low_rank.zero_nonfinite(self.state.values())
-
-    def joiner_copies(self, key: str) -> bool:
-        """The number of steps too: averaged moments must not be corrected for bias again."""
-        return super().joiner_copies(key) or (key in ("step", "step_of_reset") and self.projection == "global")
-
-    def taken_over(self, before: Optimizer) -> None:
-        """Go on with the moments of a low-rank Adam that took the steps of a start, as far as `from_start` says."""
-        if self.from_start == "Q" or not (isinstance(before, Wrapper) and isinstance(before.inner, LowRankAdam)):
-            return
-        theirs = {p: group for group in before.param_groups for p in group["params"]}
-        for p, group in zip(self._active, self.groups(), strict=True):
-            if p in theirs:
-                known = before.inner.state[p]
-                low_rank.go_on(self.state[p], known, group, theirs[p], momenta=self.from_start == "all")
 
     def agreed(self) -> list[Tensor]:
         """The anchor."""

@@ -159,8 +159,8 @@ class StateAveraging(Algorithm):
         return "worker 0's own, which is everybody's right after an average of the parameters"
 
     def due_states(self) -> list[State]:
-        """The states of the round at hand."""
-        return [self.states[i] for i in self.due]
+        """The states of the round at hand; where no matrix is projected, some have no tensors."""
+        return [self.states[i] for i in self.due if self.states[i].tensors()]
 
     def send(self) -> Outgoing:
         """All states that are due, one after the other; all of them where a worker is resynced, which sends zeros."""
@@ -225,7 +225,6 @@ class StateAveraging(Algorithm):
 
 def _codec_of(states: Sequence[State], *, weighted: bool) -> Codec:
     """The codec of a message: that of the states, or one of parts where they have several."""
-    states = [s for s in states if s.tensors()]  # where no matrix is projected, some have none
     if len({s.codec for s in states}) == 1:
         codec = states[0].codec
         # Weights are not added up on a narrow wire, where they would be rounded.

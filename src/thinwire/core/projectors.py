@@ -70,8 +70,9 @@ class Projecting(StateAveraging):
         super().apply(arrived)
         if self.whole_round():
             sources, self._sources = self._sources, ()  # not kept: they may be as large as the model
-            params, groups = ([some[i] for i in self.projected()] for some in (self._active, self.groups()))
-            low_rank.refresh(params, self.state, groups, sources, turn=self.rotate)
+            which, groups = self.projected(), self.groups()
+            params, settings = [self._active[i] for i in which], [groups[i] for i in which]
+            low_rank.refresh(params, self.state, settings, sources, turn=self.rotate)
 
     def joiner_copies(self, key: str) -> bool:
         """The number of steps too: averaged moments must not be corrected for bias again."""

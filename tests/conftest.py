@@ -35,6 +35,15 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("thinwire")
 
 
+# Modules with the longest tests. They come first, or the last of them runs alone while other cores have nothing to do.
+LONGEST = ("test_readme_walk.py", "test_clean_install.py", "test_runs.py", "test_demo.py", "test_feature_examples.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if tiers.full:
+        items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Four real gloo processes; tests use the first `size` of them."""

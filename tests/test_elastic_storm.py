@@ -27,7 +27,7 @@ def test_workers_that_are_killed_and_frozen_stay_bit_equal(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", METHODS)
+@pytest.mark.parametrize("algorithm", list(METHODS)[-2:])  # all of them: make chaos
 def test_a_longer_storm(algorithm: str, tmp_path: Path) -> None:
     check(run_storm(Storm(algorithm, events=6, seed=1), tmp_path), 6)
 

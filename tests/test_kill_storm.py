@@ -16,7 +16,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(al
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", list(METHODS)[-2:])  # all of them: make chaos
+@pytest.mark.parametrize("algorithm", list(METHODS)[-1:])  # all of them: make chaos
 def test_a_longer_storm(algorithm: str, tmp_path: Path) -> None:
     result = run_storm(Storm(algorithm, kills=8, steps=40, workers=3, seed=1), tmp_path)
     assert result["kills"] == 8

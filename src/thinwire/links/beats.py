@@ -15,6 +15,7 @@ from thinwire.links.register import Register
 from thinwire.links.watch import Watch
 
 _PER_SILENCE = 4  # beats in the time after which a worker counts as gone
+_JOINED = 30.0  # seconds that the end of a thread is waited for at most: the store's own limits are shorter
 
 
 @dataclass
@@ -72,7 +73,8 @@ class Beats:
         """Beat no longer."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(self.silence)
+            # Not for a moment only: a thread that is within the store's C++ code when Python ends takes the process along.
+            self._thread.join(_JOINED)
         self._watch.close()
 
     def silent(self, times: float = 1.0) -> set[int]:

@@ -258,6 +258,12 @@ def test_the_start_of_lordo_takes_its_projectors_from_where_lordo_does() -> None
     assert (baseline.source, baseline.param_groups[0]["lives"]) == ("gradient", 4.0)
 
 
+def test_moments_of_a_start_by_demo_are_not_of_low_rank() -> None:
+    config = config_of("lordo", warm_start=8, warm_by="demo", settings={"H": 4, "from_start": "v"})
+    with pytest.raises(ConfigError, match="from-start=v goes on with the moments of a start by ddp"):
+        warm_start_of(config, nn.Linear(8, 8), SoloLink())
+
+
 def test_embeddings_may_be_left_at_full_rank() -> None:
     model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 8))
     both = [

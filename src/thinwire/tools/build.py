@@ -61,6 +61,8 @@ def warm_start_of(config: RunConfig, model: nn.Module, link: Link, *, wire: Link
         wire: what the algorithm uses, where that is another link.
     """
     inner = _inner_for(config, model)
+    if config.warm_by == "demo" and (take := config.settings.get("from_start", "Q")) != "Q":
+        raise ConfigError(f"from-start={take} goes on with the moments of a start by ddp, and demo has none of low rank")
     if inner is None:
         cls = found()[resolve_algorithm(config.algorithm, found())[0]]
         inner = inner_of(WARM_INNER.get(cls.name, "adamw"), model, config, K=longest_period(settings_of(config).get("H", 32)))

@@ -24,7 +24,7 @@ from tests.conformance.training import backward, model_of, sgd, snapshot, train
 from tests.processes import Pool
 from tests.test_agreement import normed, normed_backward
 from tests.tiers import first_quick
-from thinwire import DCT, Link, TopK, World, checkpoint
+from thinwire import DCT, Link, TopK, TwoLevel, World, checkpoint
 from thinwire.core.gates import handshake, read_json, tell_all
 from thinwire.core.replicas import broadcast, drift
 from thinwire.errors import CheckpointError, Diverged, FingerprintMismatch, NonFiniteRound, TrainingDiverged, WireError
@@ -253,6 +253,19 @@ def _gathered_round(link: Link) -> tuple[str, str]:
     return kind, said
 
 
+def _owned_round(link: Link) -> tuple[str, str]:
+    kind, said, finite = _training(link, "round", garbage, 0, codec=DCT(8) >> TopK(5), route="owners")
+    assert all(finite), "nothing was applied"
+    return kind, said
+
+
+def _owner(link: Link) -> tuple[str, str]:
+    """One that sends noise for the mean of its share."""
+    kind, said, finite = _training(link, "back", garbage, 0, codec=DCT(8) >> TopK(5), route="owners")
+    assert all(finite), "nothing was applied"
+    return kind, said
+
+
 def _pace(link: Link, value: float) -> tuple[str, str]:
     kind, said, _ = _training(link, "pace", number(value), 0, pace="speed")
     return kind, said
@@ -398,7 +411,8 @@ def _metrics(link: Link) -> tuple[str, str]:
 
 
 ATTACKS: dict[str, list[tuple[Callable[..., tuple[str, str]], tuple[Any, ...], type[Exception] | str]]] = {
-    "round": [(_round, (), NonFiniteRound), (_gathered_round, (), WireError)],
+    "round": [(_round, (), NonFiniteRound), (_gathered_round, (), WireError), (_owned_round, (), WireError)],
+    "back": [(_owner, (), WireError)],
     "alarm": [(_alarm, (), Diverged)],
     "buffers": [(_buffers, (), "True")],
     "mean model": [(_mean_model, (), NonFiniteRound)],
@@ -421,6 +435,9 @@ ELSEWHERE = {
     "handshake": "test_a_hostile_handshake_ends_on_all_workers_with_a_short_message",
     "broadcast metrics": "test_hostile_figures_are_refused_on_all_workers",
     "culprits": "test_a_worker_that_hides_its_nan_from_ddp_stops_all",
+    "site result": "test_a_false_result_inside_a_site_is_refused",
+    "site flags": "test_a_member_that_lies_costs_its_site_the_round_and_no_more",
+    "site mean": "test_a_member_that_lies_costs_its_site_the_round_and_no_more",
 }
 
 
@@ -448,6 +465,44 @@ def test_every_purpose_in_the_source_is_attacked_here() -> None:
     )
     assert used == set(ATTACKS) | set(ELSEWHERE)
     assert all(callable(globals()[name]) for name in ELSEWHERE.values())
+
+
+def _on_a_site(link: Link, purpose: str, forge: Forge, hostile: int, only: int | None) -> tuple[int, list]:
+    """A training in which one process of a world of sites is hostile to its own."""
+    assert isinstance(link, TwoLevel)
+    if link.data_rank == hostile:
+        link = TwoLevel(Hostile(link.inside, purpose, forge, only), link.between)
+    model = nn.Linear(3, 1)
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+        model.bias.fill_(0.0)
+    opt = thinwire.DeMo(model.parameters(), link, alarm_every=1)
+    for step in range(4):
+        model(torch.full((2, 3), 1.0 + link.data_rank + step)).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+    return opt.aborted_rounds, [model.weight.tolist(), model.bias.tolist()]
+
+
+@pytest.mark.parametrize("raw", [255, 1, 127])
+def test_a_false_result_inside_a_site_is_refused(raw: int) -> None:
+    def forge(payload: Payload) -> Payload:
+        return payload.like(torch.full_like(payload.data, raw))
+
+    with pytest.raises(WireError, match="the message of rank 0: a result of kind"):
+        World(4, sites=2).run(lambda link: _on_a_site(link, "site result", forge, 2, None))
+
+
+@pytest.mark.parametrize("purpose", ["site flags", "site mean"])
+def test_a_member_that_lies_costs_its_site_the_round_and_no_more(purpose: str) -> None:
+    def forge(payload: Payload) -> Payload:
+        bad = float("nan") if payload.data.is_floating_point() else 7
+        return payload.like(torch.full_like(payload.data, bad))
+
+    only = 3 if purpose == "site flags" else 1  # the first flags are those of the handshake
+    aborted, states = zip(*World(4, sites=2).run(lambda link: _on_a_site(link, purpose, forge, 3, only)), strict=True)
+    assert set(aborted) == {1}
+    assert all(state == states[0] for state in states)
 
 
 def _hidden_nan(link: TorchLink) -> tuple[str, str]:

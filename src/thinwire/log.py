@@ -128,7 +128,7 @@ def _library(name: str, extra: str = "") -> Any:
 def _writes(optimizer: Algorithm | Phases) -> bool:
     """Whether this is the one process that writes."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    return optimizer.link.rank == 0 and shard_of(params)[0] == 0
+    return optimizer.link.data_rank == 0 and shard_of(params)[0] == 0
 
 
 def _at_rounds(optimizer: Algorithm | Phases, write: Write, *, all_workers: bool) -> RemovableHandle:

@@ -7,11 +7,16 @@ tensors of a round into one buffer, and a link moves that buffer, whatever is in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from thinwire.errors import ThinwireError
+
+F = TypeVar("F")
 
 # Bytes that a message may have whose length the sender decides, by its purpose: nothing is allocated for more.
 LONGEST = {"handshake": 1 << 20, "doctor": 1 << 20, "broadcast metrics": 1 << 16}
@@ -31,6 +36,8 @@ class Payload:
         partner: of a message that is swapped in a pair, the rank to swap it with; None for a worker that has no partner.
         sender: of a message that came, the id of the worker whose it is; a link says so, whatever the message itself says.
         source: of a broadcast, the rank whose message all workers get.
+        dealt: of a message that is dealt, the length in bytes of its part for each rank, one after the other.
+        due: of a message that is dealt or spread, the length in bytes of what comes from each rank.
     """
 
     data: Tensor
@@ -40,6 +47,8 @@ class Payload:
     limit: int | None = None
     sender: int | None = None
     source: int = 0
+    dealt: tuple[int, ...] = ()
+    due: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse anything but a flat contiguous buffer."""
@@ -69,6 +78,10 @@ class Payload:
         """The same message as that of the worker with this id."""
         return replace(self, sender=sender)
 
+    def in_parts(self, dealt: Sequence[int], due: Sequence[int]) -> Payload:
+        """The same message, to be dealt: parts of these lengths go to the ranks, and of those come from them."""
+        return replace(self, dealt=tuple(dealt), due=tuple(due))
+
     @staticmethod
     def of_bytes(raw: bytes, *, purpose: str = "round", fixed: bool = False, limit: int | None = None) -> Payload:
         """A payload of plain bytes on the CPU."""
@@ -84,6 +97,35 @@ class Payload:
         if not self.data.numel():  # torch does not look at an empty tensor in another dtype
             return torch.empty(0, dtype=torch.uint8, device=self.data.device)
         return self.data.view(torch.uint8)
+
+
+class Delivery(list[Payload]):
+    """Messages that several workers of one process get, as in the simulator: what one has found out, the others need not.
+
+    Each worker must find the same in them; whatever else an answer depends on is in the key under which it is kept.
+    """
+
+    def __init__(self, payloads: Iterable[Payload] = ()):
+        """Nothing has been found out."""
+        super().__init__(payloads)
+        self._found: dict[Hashable, tuple[Any, Exception | None]] = {}
+
+    def once(self, key: Hashable, find: Callable[[], F]) -> F:
+        """What `find` returns, or the error that it raises, of the first worker that asks."""
+        if key not in self._found:
+            try:
+                self._found[key] = find(), None
+            except ThinwireError as error:
+                self._found[key] = None, error
+        value, error = self._found[key]
+        if error is not None:
+            raise error
+        return value
+
+
+def once(payloads: Sequence[Payload], key: Hashable, find: Callable[[], F]) -> F:
+    """What `find` returns; kept for the other workers where these are messages that several of this process get."""
+    return payloads.once(key, find) if isinstance(payloads, Delivery) else find()
 
 
 # A contribution with a larger value than this counts as not finite: its square, summed over a few hundred values or workers,

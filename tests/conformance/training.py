@@ -19,19 +19,25 @@ from thinwire.links.base import Link
 from thinwire.sharding.shards import local
 from thinwire.tools.config import presets
 
-# Settings with which a class sends other messages than it usually does.
-VARIANTS: dict[str, dict[str, Any]] = {
+# Every class by its name, and every preset that fixes some of a class's settings.
+FIXED: dict[str, dict[str, Any]] = {name: fixed for name, (_, fixed) in presets().items() if fixed}
+ALGORITHMS = found() | {name: found()[presets()[name][0]] for name in FIXED}
+# Methods whose messages owners average.
+OWNED: dict[str, str] = {"demo": "DCT(4) >> TopK(2) >> Sign()", "streaming-diloco": "ternary", "mt-dao": "fp4"}
+FIXED |= {f"{name}-by-owners": {"wire": wire, "route": "owners"} for name, wire in OWNED.items()}
+ALGORITHMS |= {f"{name}-by-owners": found()[name] for name in OWNED}
+# LoRDO with projectors that are taken from what its messages hold besides.
+SOURCES: dict[str, dict[str, Any]] = {
     "lordo-gradient": {"source": "gradient", "lives": 4.0},
     "lordo-sketch": {"source": "sketch", "average_feedback": True, "from_start": "v"},
 }
-# Every class by its name, every preset that fixes some of a class's settings, and those.
-FIXED: dict[str, dict[str, Any]] = {name: fixed for name, (_, fixed) in presets().items() if fixed} | VARIANTS
-ALGORITHMS = found() | {name: found()[name.partition("-")[0] if name in VARIANTS else presets()[name][0]] for name in FIXED}
+FIXED |= SOURCES
+ALGORITHMS |= {name: found()["lordo"] for name in SOURCES}
 NAMES = list(ALGORITHMS)
 
 
 def named(chosen: Callable[[str], bool] = lambda _: True) -> list[Any]:
-    """Those of `NAMES` that are chosen, for `parametrize`. Presets and variants are slow: a quick test has each class."""
+    """Those of `NAMES` that are chosen, for `parametrize`. All but the classes are slow: a quick test has each class."""
     return [name if name in found() else pytest.param(name, marks=pytest.mark.slow) for name in NAMES if chosen(name)]
 
 

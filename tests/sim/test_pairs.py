@@ -86,7 +86,7 @@ def test_a_pair_may_run_ahead_of_the_others() -> None:
 
     world = World(3, step_time=1.0)
     assert world.run(worker) == [(0.0, 0.0), (0.0, 100.0), (100.0, 100.0)]
-    assert not world._exchanges, "nothing is kept of what everybody has collected"
+    assert not any(channel.open for channel in world.channels), "nothing is kept of what everybody has collected"
 
 
 # --- What does not fit -------------------------------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ from __future__ import annotations
 from typing import Unpack
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.codecs import Codec, Dense
+from thinwire.core.gradients import gradients_and_presence, set_gradients
 from thinwire.core.optimizer import PolicyOptions
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.wrapper import Wrapper
@@ -71,26 +71,14 @@ class DataParallel(Wrapper):
 
     def send(self) -> Outgoing:
         """The gradients, and one number per tensor that says whether there is one."""
-        grads = self.gradients()
-        present = torch.tensor([float(p.grad is not None) for p in self._active], device=_device(grads))
-        return self.outgoing([*grads, present])
+        return self.outgoing(gradients_and_presence(self))
 
     def carried(self) -> None:
         """Nothing: a gradient that came too late was one of other parameters."""
 
     def apply(self, arrived: Arrived) -> None:
         """One synchronous step."""
-        *mean, somewhere = arrived.mean  # g <- mean_i g_i
-        for p, g, used in zip(self._active, mean, somewhere.tolist(), strict=True):
-            if used == 0:
-                continue  # no worker has a gradient for it: the inner optimizer must not touch it, not even by decay
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            local(p.grad).copy_(g)
+        set_gradients(self, arrived.mean)  # g <- mean_i g_i
         if self.clip_norm:
             torch._foreach_mul_([local(p.grad) for p in self._active if p.grad is not None], self.clip_factor(self.clip_norm))
         self.inner.step()  # x <- InnerOpt(x, g)
-
-
-def _device(tensors: list[Tensor]) -> torch.device:
-    return tensors[0].device if tensors else torch.device("cpu")

@@ -37,10 +37,10 @@ from thinwire.checkpoint.files import (
     write_sums,
     write_tensors,
 )
-from thinwire.checkpoint.layout import coded_names, coded_slot, flat_state, parameter_names, region_for
+from thinwire.checkpoint.layout import coded_names, coded_slot, flat_state, parameter_names, region_for, whole_region
 from thinwire.checkpoint.names import buffers_of, parameters_of, unwrapped
 from thinwire.checkpoint.processes import Processes
-from thinwire.checkpoint.resize import fill_for_another_world, fill_for_other_shards, taken_from_first
+from thinwire.checkpoint.resize import fill_for_another_world, fill_for_other_shards, owed_of_all, taken_from_first
 from thinwire.core.buffers import check_statistics
 from thinwire.core.optimizer import Algorithm
 from thinwire.core.phases import Phases, at_work
@@ -119,7 +119,10 @@ def save(
         return run
 
     def write() -> str:
-        return _write_files(aside, model, optimizer, processes, run, extra or {})
+        if not processes.writes:
+            return ""
+        state = flat_state(model, optimizer, processes.worker, random, extra or {})
+        return _write_files(aside, state, optimizer, processes, run)
 
     def finish() -> str:
         if not processes.first:
@@ -137,6 +140,7 @@ def save(
         remove_old({p: own[p] for p in finished(folder) if p in own}, target, keep)
         return target.name
 
+    random = processes.random_states()  # an exchange inside a site: before anything can fail on one member alone
     try:
         run = processes.together(prepare, problem=problem)[0]
         sums = processes.together(write, problem=problem)
@@ -191,8 +195,8 @@ def load(path: Path, model: nn.Module, optimizer: Algorithm | Phases, link: Link
         optimizer.engine.reset()
     if not got.same_world:
         optimizer.set_counter("thinwire_synced", optimizer.steps)
-    elif f"rng/{processes.shard}" in got.parts:
-        torch.set_rng_state(got.parts[f"rng/{processes.shard}"])
+    elif f"rng/{processes.place}" in got.parts:
+        torch.set_rng_state(got.parts[f"rng/{processes.place}"])
     _RUNS[unwrapped(model)] = got.description.run
     extra = {k.removeprefix("extra/"): float(v) for k, v in got.parts.items() if k.startswith("extra/")}
     return Resumed(step=got.description.step, extra=extra, notes=got.notes)
@@ -218,12 +222,9 @@ def _of_this_run(folder: Path, run: str) -> dict[Path, bool]:
     return own
 
 
-def _write_files(
-    aside: Path, model: nn.Module, optimizer: Algorithm, processes: Processes, run: str, extra: Mapping[str, float]
-) -> str:
+def _write_files(aside: Path, state: Mapping[str, Tensor], optimizer: Algorithm, processes: Processes, run: str) -> str:
     """Write this process's files; returns a line with the name and checksum of each, and whether parameters are finite."""
     worker, shard = processes.worker, processes.shard
-    state = flat_state(model, optimizer, worker, shard, extra)
     lines = [_FINITE] if all_finite(optimizer.params()) else []
     for owner in ("replicated", f"worker{worker}"):
         if owner == "replicated" and worker != 0:
@@ -294,7 +295,9 @@ def _read(path: Path, model: nn.Module, whole: Algorithm | Phases, processes: Pr
         key: region_for("" if coded_slot(key, coded)[1] else name, description.tensors[key], parameters)
         for key, name in found.items()
     }
+    left_out = {} if same_world else _left_out(description, optimizer, coded)
     files = {p.file for key in found for p in pieces_for(description.tensors[key], regions[key][0], prefer)}
+    files |= {p.file for key in left_out for p in description.tensors[key].pieces}
     verify(path, sorted(files), sums)
     reader = TensorReader(path, description.about)
     parts: dict[str, Tensor] = {}
@@ -305,10 +308,18 @@ def _read(path: Path, model: nn.Module, whole: Algorithm | Phases, processes: Pr
     if same_world:
         notes = fill_for_other_shards(parts, elsewhere, names, optimizer)
     else:
-        notes = fill_for_another_world(parts, parameters, names, optimizer, description.workers)
+        stored = {key: description.tensors[key] for key in left_out}
+        owed = {place: reader.read(key, stored[key], whole_region(stored[key]), prefer) for key, place in left_out.items()}
+        notes = fill_for_another_world(parts, parameters, names, optimizer, description.workers, owed)
     state = _state_dict(parts, description, optimizer, names)
     _check_all_there(parts, state, model, optimizer)
     return _Read(description, same_world, parts, state, notes)
+
+
+def _left_out(description: Description, optimizer: Algorithm, coded: Mapping[str, str]) -> dict[str, tuple[int, str, str]]:
+    """Where all workers that wrote a checkpoint have put what they had left out as owners, of this process's shard."""
+    places = {key: owed_of_all(key, optimizer) for key in description.tensors}
+    return {key: place for key, place in places.items() if place and coded_slot(key, coded)[2] == coded[place[2]]}
 
 
 def _state_dict(

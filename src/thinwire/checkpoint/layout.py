@@ -5,7 +5,7 @@ replicated/state/first.weight/anchor            a state slot of the algorithm
 worker1/state/first.weight/inner.exp_avg        the inner optimizer's state of worker 1
 worker1/state/first.weight/momentum@0of2        a slot in the domain of the codec, of shard 0 of 2
 worker1/buffer/norm.running_mean                a buffer of the model
-worker1/rng/0                                   torch's random state in shard 0
+worker1/rng/0                                   torch's random state in shard 0, or in member 0 of a site
 worker1/extra/sent                              a number of the caller's
 """
 
@@ -26,9 +26,17 @@ from thinwire.sharding.shards import Region, region_of
 
 
 def flat_state(
-    model: nn.Module, optimizer: Algorithm, worker: int, shard: int, extra: Mapping[str, float]
+    model: nn.Module, optimizer: Algorithm, worker: int, random: Mapping[int, Tensor], extra: Mapping[str, float]
 ) -> dict[str, Tensor]:
-    """Every tensor under its place in the checkpoint."""
+    """Every tensor under its place in the checkpoint.
+
+    Args:
+        model: the parameters and buffers.
+        optimizer: the state.
+        worker: whose it is.
+        random: torch's random state in this shard, by its number; or in all members of a site.
+        extra: numbers of the caller's.
+    """
     own, layout = f"worker{worker}/", state_layout(optimizer)
 
     def place(replicated: bool) -> str:
@@ -39,7 +47,7 @@ def flat_state(
     persistent = {plain_name(name) for name in model.state_dict()}
     state |= {f"{own}buffer/{name}": b for name, b in buffers_of(model).items() if name in persistent}
     state |= {f"{own}extra/{name}": torch.tensor(float(value), dtype=torch.float64) for name, value in extra.items()}
-    state[f"{own}rng/{shard}"] = torch.get_rng_state()
+    state |= {f"{own}rng/{place}": values for place, values in random.items()}
     saved, names, coded = optimizer.state_dict()["state"], parameter_names(model, optimizer), coded_names(layout)
     for each in layout.parameters:
         values = saved.get(each.index, {})
@@ -100,7 +108,12 @@ def region_for(name: str, stored: Stored, parameters: Mapping[str, Tensor]) -> t
         raise CheckpointError(f"the checkpoint's parameter {owner!r} of shape {stored.shape} {have}")
     if like is not None and tuple(like.shape) == stored.shape and section in ("param", "state"):
         return region_of(like.detach()), like
-    return Region(stored.shape, (0,) * len(stored.shape), stored.shape), None
+    return whole_region(stored), None
+
+
+def whole_region(stored: Stored) -> Region:
+    """All of a stored tensor."""
+    return Region(stored.shape, (0,) * len(stored.shape), stored.shape)
 
 
 def _as_tensor(value: object, key: str) -> Tensor:

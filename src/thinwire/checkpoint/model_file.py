@@ -35,7 +35,8 @@ def export(model: nn.Module, optimizer: Algorithm | Phases, path: str | Path, *,
         CheckpointError: where it could not be written; a file that was there before is as it was.
     """
     path = Path(path)
-    first = optimizer.link.rank == 0
+    two_level = optimizer.link.two_level
+    first = optimizer.link.rank == 0 and (two_level is None or two_level.sends)
     if not first and not mean:
         return path
     reshard(model)

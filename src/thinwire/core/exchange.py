@@ -1,7 +1,8 @@
 """Exchange: where codec meets link. One message per worker and round, checked from end to end before anything is applied.
 
 `Outgoing` says what a worker sends: tensors, or a slot in the domain of a transform; with which codec, mean and weight. `post`
-puts it on its way and gives an `Exchange`, whose `wait()` returns what `Arrived`. There are two kinds:
+puts it on its way and gives an `Exchange`, whose `wait()` returns what `Arrived`. There are two kinds here (a third, whose
+messages are averaged by owners, is in `owners`):
 
 * `Reduced`: codecs whose messages may be averaged on the wire. One status number per worker stands behind the values (and the
   weight, where workers have one). A worker whose contribution is invalid sends zeros and raises its number: the mean tells
@@ -26,14 +27,17 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec, Messages
 from thinwire.codecs.chain import Chain, Encoded, Stage
+from thinwire.codecs.decoded_once import DecodedOnce
+from thinwire.codecs.decoder import Received
 from thinwire.codecs.dense import Dense
+from thinwire.codecs.encoder import Write
 from thinwire.codecs.made import Made
 from thinwire.codecs.wire import PART_NBYTES, Envelope, fingerprint, read_flags, seal, unseal
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.errors import NonFiniteRound, WireError, check_whole_number
 from thinwire.links.base import Link, Peers
 from thinwire.network import Op
-from thinwire.payload import Payload, all_finite, zero_invalid_
+from thinwire.payload import Delivery, Payload, all_finite, once, zero_invalid_
 
 # Asked with "is something wrong here?": whether it is so anywhere among the processes that share one worker's model.
 AnyShard = Callable[[bool], bool]
@@ -61,6 +65,8 @@ class Exchange(ABC):
         largest: a value larger than this makes a contribution invalid.
         missing: ask the others for an earlier round that this worker could not read; of gathered messages.
     """
+
+    write: Write | None = None  # what writes a message, where it is not to be read as a whole
 
     def __init__(
         self,
@@ -98,16 +104,15 @@ class Exchange(ABC):
         """The message around a body, and what the link does with it."""
 
     @abstractmethod
-    def _open(self, payloads: list[Payload]) -> tuple[list[Payload], list[float] | None, list[int]]:
-        """The bodies, the workers' weights where they have any, and the ids of those whose contribution is invalid."""
+    def read(self, payloads: list[Payload]) -> Arrived:
+        """What the messages that came say, checked from end to end."""
 
-    @abstractmethod
-    def _decode(self, bodies: list[Payload], weights: list[float] | None) -> tuple[Arrived, bool]:
-        """What arrived, and whether it is finite."""
+    def commit(self) -> None:  # noqa: B027 (most exchanges leave nothing behind)
+        """Told when all workers are about to apply the round."""
 
-    def _told_invalid(self, payloads: list[Payload]) -> list[int]:  # noqa: ARG002
-        """Of messages that cannot be read as a whole: ids of those who say that their contribution is invalid."""
-        return []
+    def wait(self) -> Arrived:
+        """What all workers sent, checked from end to end: see `read`."""
+        return self.read(self.ticket.wait())
 
     @property
     def spare(self) -> int:
@@ -145,7 +150,7 @@ class Exchange(ABC):
     def _encode_made(self, made: Made, largest: float) -> tuple[Payload, bool]:
         """Of tensors that are made piece by piece; what receivers read of them is decoded when it is asked for."""
         chain = Chain.of(self.codec)
-        encoded = chain.encode_tensors(made, round=self.round)
+        encoded = chain.encode_tensors(made, round=self.round, write=self.write)
         finite = encoded.finite and all_finite(made.runs(), largest)
         self.outgoing, self.codec, self.encoded = replace(self.outgoing, tensors=self.like), chain, encoded
         return encoded.payload, bool(self.outgoing.invalid) or not finite
@@ -162,7 +167,8 @@ class Exchange(ABC):
         slots, tensors, made = out.slots, out.tensors, None if invalid else out.made  # to make them may change other slots
         if made is not None and _takes_whole_tensors(self.codec):
             tensors, made = list(made), None
-        encoded = chain.encode_slots(slots, tensors, round=self.round, decay=out.decay, scale=scale, made=made)
+        how = {"decay": out.decay, "scale": scale, "made": made, "write": self.write}
+        encoded = chain.encode_slots(slots, tensors, round=self.round, **how)
         if not encoded.finite and scale is not None:  # finite numbers so large that their transform is not: they must not stay
             zero_invalid_(slots)
         # They are in the slots by now: no copy of the model travels along.
@@ -173,9 +179,32 @@ class Exchange(ABC):
             body = body.like(torch.cat([data, data.new_zeros(self.spare)]))
         return body, invalid or not encoded.finite
 
-    def wait(self) -> Arrived:
-        """What all workers sent, checked from end to end: see `read`."""
-        return self.read(self.ticket.wait())
+    def _refusal(self, culprits: list[int]) -> NonFiniteRound:
+        named, pair = [r for r in culprits if r >= 0], self.outgoing.pair
+        reason = "the sum of all contributions overflowed" if culprits else "another shard of this worker refused it"
+        if named:
+            reason = f"NaN or Inf in the contribution of {', '.join(f'rank {r}' for r in named)}"
+        together = f"on all {self.peers.size} workers" if pair is None else f"by rank {' and rank '.join(map(str, pair))}"
+        return NonFiniteRound(f"round {self.round} refused {together}: {reason}", culprits=named)
+
+    def _arrived(self, ids: tuple[int, ...], **result: Any) -> Arrived:
+        return Arrived(ids, self.peers.id in ids, self.outgoing, self.sent, _encoded=self.encoded, **result)
+
+
+class Direct(Exchange):
+    """Messages that every worker reads itself, or whose mean it does."""
+
+    @abstractmethod
+    def _open(self, payloads: list[Payload]) -> tuple[list[Payload], list[float] | None, list[int]]:
+        """The bodies, the workers' weights where they have any, and the ids of those whose contribution is invalid."""
+
+    @abstractmethod
+    def _decode(self, bodies: list[Payload], weights: list[float] | None) -> tuple[Arrived, bool]:
+        """What arrived, and whether it is finite."""
+
+    def _told_invalid(self, payloads: list[Payload]) -> list[int]:  # noqa: ARG002
+        """Of messages that cannot be read as a whole: ids of those who say that their contribution is invalid."""
+        return []
 
     def read(self, payloads: list[Payload]) -> Arrived:
         """What the messages of all workers say, checked from end to end.
@@ -201,19 +230,8 @@ class Exchange(ABC):
             raise error or WireError("another shard of this worker could not read its messages")
         raise self._refusal(culprits)
 
-    def _refusal(self, culprits: list[int]) -> NonFiniteRound:
-        named, pair = [r for r in culprits if r >= 0], self.outgoing.pair
-        reason = "the sum of all contributions overflowed" if culprits else "another shard of this worker refused it"
-        if named:
-            reason = f"NaN or Inf in the contribution of {', '.join(f'rank {r}' for r in named)}"
-        together = f"on all {self.peers.size} workers" if pair is None else f"by rank {' and rank '.join(map(str, pair))}"
-        return NonFiniteRound(f"round {self.round} refused {together}: {reason}", culprits=named)
 
-    def _arrived(self, ids: tuple[int, ...], **result: Any) -> Arrived:
-        return Arrived(ids, self.peers.id in ids, self.outgoing, self.sent, _encoded=self.encoded, **result)
-
-
-class Reduced(Exchange):
+class Reduced(Direct):
     """Messages that are averaged on the wire."""
 
     @property
@@ -251,7 +269,7 @@ class Reduced(Exchange):
         return self._arrived(ids, _received=received), received.safe
 
 
-class Gathered(Exchange):
+class Gathered(Direct):
     """Messages that all workers, or both of a pair, send to each other."""
 
     @functools.cached_property
@@ -268,6 +286,9 @@ class Gathered(Exchange):
         return Envelope(self.peers.id, 1.0 if self.weight is None else self.weight, invalid=invalid, missing=self.missing)
 
     def _open(self, payloads: list[Payload]) -> tuple[list[Payload], list[float] | None, list[int]]:
+        return once(payloads, ("open", self._fingerprint, self.round, self.weight is None), lambda: self._unsealed(payloads))
+
+    def _unsealed(self, payloads: list[Payload]) -> tuple[list[Payload], list[float] | None, list[int]]:
         nbytes = self.codec.nbytes(self.like)
         opened = []
         for p in payloads:
@@ -279,7 +300,9 @@ class Gathered(Exchange):
         if not sum(weights) > 0:
             raise WireError("the weights of all workers are zero")
         culprits = [e.sender for _, e in opened if e.invalid]
-        return [body for body, _ in opened], None if self.weight is None else weights, culprits
+        bodies = [body for body, _ in opened]
+        bodies = Delivery(bodies) if isinstance(payloads, Delivery) else bodies
+        return bodies, None if self.weight is None else weights, culprits
 
     def _decode(self, bodies: list[Payload], weights: list[float] | None) -> tuple[Arrived, bool]:
         ids = tuple(body.sender for body in bodies if body.sender is not None)
@@ -290,19 +313,38 @@ class Gathered(Exchange):
         messages = Messages(bodies, self.like, self.round, self.outgoing.mean, weights, ids)
         if self.by_pieces:
             assert isinstance(self.codec, Chain)
-            own = (ids.index(self.peers.id), self.encoded) if self.encoded and self.peers.id in ids else None
-            received = self.codec.receive(messages, own=own)
+            received = self._received(self.codec, messages)
             return self._arrived(ids, _received=received), received.safe
-        combined = self.codec.combine(messages)
+        combined = self._combined(messages)
         finite = all_finite(combined)
         if not finite:  # an honest sender would have said that its contribution is invalid
             self._decode_each(bodies)
         return self._arrived(ids, _mean=combined), finite
 
+    def _received(self, chain: Chain, messages: Messages) -> Received:
+        """The messages, checked; where several workers of this process get them, decoded once for all."""
+        bodies, ids = messages.payloads, messages.ids or ()
+        if isinstance(bodies, Delivery):
+            return bodies.once(self._how(messages), lambda: DecodedOnce(chain, chain.plan(messages.like), messages))
+        own = (ids.index(self.peers.id), self.encoded) if self.encoded and self.peers.id in ids else None
+        return chain.receive(messages, own=own)
+
+    def _combined(self, messages: Messages) -> list[Tensor]:
+        """The mean of the messages; made once where several workers of this process get them, each of which owns its own."""
+        if not isinstance(messages.payloads, Delivery):
+            return self.codec.combine(messages)
+        made = messages.payloads.once(self._how(messages), lambda: self.codec.combine(messages))
+        return [t.clone() for t in made]
+
+    def _how(self, messages: Messages) -> tuple[object, ...]:
+        """All that the mean of given messages depends on."""
+        return self._fingerprint, self.round, repr(messages.mean), messages.weights is None
+
     @property
     def asked(self) -> bool:
         """Whether a worker asks for an earlier round again, once the messages are there."""
-        return any(read_flags(p, round=self.round)[1] for p in self.ticket.wait())
+        told = self.ticket.wait()
+        return once(told, ("asked", self.round), lambda: any(read_flags(p, round=self.round)[1] for p in told))
 
     def _told_invalid(self, payloads: list[Payload]) -> list[int]:
         return [p.sender for p in payloads if p.sender is not None and read_flags(p, round=self.round)[0]]

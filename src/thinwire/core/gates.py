@@ -142,7 +142,7 @@ def _warn_of_gradients(hashes: Sequence[bytes], any_shard: AnyShard) -> None:
             "all %d workers have the same gradients, though each should have those of its own data. Either something averages "
             "them at every step, such as DistributedDataParallel around the model, which also sends them all: train the model "
             "that is not wrapped (accelerate, Lightning and the Hugging Face Trainer wrap it by themselves). Or all workers "
-            "read the same data: give each its own part by link.rank and link.size",
+            "read the same data: give each its own part by link.data_rank and link.data_size",
             len(hashes),
         )
 
@@ -268,12 +268,12 @@ def handshake_once(optimizer: Algorithm) -> None:
 def greet(optimizer: Algorithm) -> None:
     """Compare the fingerprints of all workers, which all call it."""
     buffers = optimizer.buffer_average.starting if optimizer.steps == 0 else 0
-    gradients = _hash_of_gradients(optimizer) if optimizer.link.peers().size > 1 else 0  # there is nobody to compare with
+    gradients = hash_of_gradients(optimizer) if optimizer.link.peers().size > 1 else 0  # there is nobody to compare with
     hashes = {"buffers": buffers, "gradients": gradients}
     handshake(optimizer.link, optimizer.fingerprint(), any_shard=optimizer.shards.any, **hashes)
 
 
-def _hash_of_gradients(optimizer: SlotOptimizer) -> int:
+def hash_of_gradients(optimizer: SlotOptimizer) -> int:
     """Of this process's gradients; 0 where they tell nothing, since none, zeros, NaN and Inf are alike on any worker."""
     grads = [local(p.grad) for p in optimizer._active if p.grad is not None]
     if not any(bool((g.isfinite() & (g != 0)).any()) for g in grads):

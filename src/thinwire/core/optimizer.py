@@ -20,13 +20,14 @@ from thinwire.codecs.base import check_codec
 from thinwire.core import gates
 from thinwire.core.buffers import Buffers
 from thinwire.core.elastic import ElasticEngine
-from thinwire.core.joining import JoiningOptimizer
 from thinwire.core.outgoing import Arrived, Outgoing
+from thinwire.core.owning import OwningOptimizer
 from thinwire.core.pace import Pace
 from thinwire.core.policy import Policy, PolicyOptions
 from thinwire.core.replicas import drift
 from thinwire.core.rounds import RoundEngine
 from thinwire.core.shared_model import shared_model
+from thinwire.core.sites import Site
 from thinwire.core.slots import WHOSE, Start
 from thinwire.core.stats import Reporting, Watch
 from thinwire.errors import ConfigError, RoundAborted
@@ -39,7 +40,7 @@ from thinwire.sharding.shards import local
 __all__ = ["Algorithm", "Policy", "PolicyOptions", "Start"]
 
 
-class Algorithm(JoiningOptimizer, Reporting):
+class Algorithm(OwningOptimizer, Reporting):
     """Base of all methods that own their update rule; `Wrapper` is the base of those around an inner optimizer.
 
     Args:
@@ -103,6 +104,8 @@ class Algorithm(JoiningOptimizer, Reporting):
         self.due: tuple[int, ...] = ()
         super().__init__(params, defaults or {}, codec=codec, slots=slots or {}, settings=settings or {})
         self._set_whose()
+        self.site = None if link.two_level is None else Site(self, link.two_level)
+        self.choose_route(self.policy.route)
         self.engine = (RoundEngine if link.elastic is None else ElasticEngine)(self, self.policy, tau)
 
     # --- What a method writes ------------------------------------------------------------------------------------------
@@ -158,15 +161,21 @@ class Algorithm(JoiningOptimizer, Reporting):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
+            if self.site is not None and not self.handshake_done:
+                self.site.greet()
             gates.handshake_once(self)
             gates.check_param_groups(self)
             gates.check_settings(self)
             gates.unscale_gradients(self)
+            if self.site is not None:
+                self.site.average_gradients()
             self.set_counter("thinwire_step", self.steps + 1 if self.pace is None else self.pace.next_step(self.steps))
             self.link.tick()
             with self.engine.overflow_named():
                 self.local_step()
             self.engine.advance()
+            if self.site is not None:
+                self.site.compare()
         return loss
 
     def finish(self) -> None:
@@ -179,6 +188,8 @@ class Algorithm(JoiningOptimizer, Reporting):
 
     def average_buffers(self) -> None:
         """Give all workers the mean of the buffers."""
+        if self.buffers and self.site is not None:
+            self.site.average_buffers(self.buffer_average.local())
         if self.buffers:
             self.buffer_average.average(self.link, self.shards, round=self.rounds)
 
@@ -194,8 +205,11 @@ class Algorithm(JoiningOptimizer, Reporting):
     def message_sizes(self) -> list[int]:
         """Length in bytes of one worker's message of each kind of round; of a full one where there are no fragments."""
         messages, workers = [self.message_of(due) for due in self.kinds_of_rounds()], self.link.peers().size
-        gathered = self.link.elastic is not None
-        return [0 if out is None else out.nbytes(workers, gathered=gathered) for out in messages]
+        gathered, found = self.link.elastic is not None, []
+        for due, out in zip(self.kinds_of_rounds(), messages, strict=True):
+            halves = None if out is None else self.owned_nbytes(out, due)
+            found.append(sum(halves.up) if halves else 0 if out is None else out.nbytes(workers, gathered=gathered))
+        return found
 
     @torch.no_grad()
     def message_of(self, due: tuple[int, ...], *, round: int | None = None) -> Outgoing | None:
@@ -256,13 +270,16 @@ class Algorithm(JoiningOptimizer, Reporting):
 
     def fingerprint(self) -> dict[str, object]:
         """All that must agree on every worker, down to the values of replicated state; of this process's shards."""
-        policy = asdict(replace(self.policy, buffers=(), give_up_after=self.give_up_after, buffers_every=self.buffers_every))
+        settled = replace(self.policy, buffers=(), route="gather", give_up_after=self.give_up_after)
+        policy = asdict(replace(settled, buffers_every=self.buffers_every))
+        policy |= {"route": "gather" if self.owners is None else repr(self.owners)}
         return {
             "algorithm": type(self).__name__,
             "schedule": repr(self.schedule),
             "codec": repr(self.codecs),
             **{k: gates.plain(v) for k, v in self.settings.items()},
             **policy,
+            **({"members of a site": self.site.members} if self.site is not None else {}),
             "buffers": [describe(local(b)) for b in self.buffers],
             **gates.describe_parameters(self),
             **({gates.KERNELS: told} if (told := self.codecs.arithmetic(self.params()[0].device)) else {}),

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -30,13 +30,14 @@ from thinwire.core import gates
 from thinwire.core.exchange import Exchange, Gathered, post
 from thinwire.core.hashing import hash_tensors
 from thinwire.core.outgoing import Arrived
+from thinwire.core.owners import Owned
 from thinwire.core.policy import Policy
 from thinwire.core.refusals import Refusals
 from thinwire.core.replicas import compare_replicas, resync
 from thinwire.core.resend import Resend
 from thinwire.errors import ConfigError, DamagedRound, Diverged, NonFiniteRound, RoundAborted, WireError
 from thinwire.links.base import Peers
-from thinwire.payload import LARGEST, Payload, all_finite
+from thinwire.payload import LARGEST, Payload, all_finite, once
 
 if TYPE_CHECKING:
     from thinwire.core.elastic import ElasticEngine
@@ -92,6 +93,7 @@ class RoundEngine:
         self.resend = Resend(self)
         self.aborted = 0
         self.invalid_next = False  # the next message is refused in this worker's name, whatever it says
+        self.writing: Callable[[], AbstractContextManager[object]] = nullcontext  # around what changes replicated state
         optimizer.set_counter("in_flight", 0)
         if tau and optimizer.schedule.fragments > _MOST_IN_FLIGHT:
             raise ConfigError(f"with tau > 0 there are at most {_MOST_IN_FLIGHT} fragments, got {optimizer.schedule.fragments}")
@@ -156,7 +158,12 @@ class RoundEngine:
         flight.due, flight.peers = opt.due, opt.peers
         missing = self.tau > 0 and self.resend.missing
         how = {"any_shard": opt.shards.any, "largest": LARGEST, "missing": missing}
-        flight.exchange = post(opt.link, out, peers=opt.peers, round=flight.number, **how)
+        how |= {"peers": opt.peers, "round": flight.number}
+        owners = None if out.codec.linear or opt.peers.size < 2 else opt.owners
+        if owners is None:
+            flight.exchange = post(opt.link, out, **how)
+        else:
+            flight.exchange = Owned(opt.link, out, owners=owners, **opt.owned(flight.which), **how)
         if self.tau:
             self.resend.remember(flight.number, flight.exchange)
 
@@ -227,7 +234,9 @@ class RoundEngine:
         if opt.pace is not None and arrived.included:
             opt.pace.committed()
         opt.committed()
-        with opt.watch.measured(opt, flight.which):
+        if flight.exchange is not None:
+            flight.exchange.commit()
+        with opt.watch.measured(opt, flight.which), self.writing():
             opt.apply(replace(arrived, which=flight.which, last=flight.last))
         flight.exchange = None  # it holds messages as long as the model, and `current` would keep it until the next round
 
@@ -259,7 +268,7 @@ class RoundEngine:
         """
         ballot = Payload.of_bytes(bytes([error is not None]), purpose="vote", fixed=True)
         told = self.opt.link.all_gather(ballot)
-        failed = [p.sender for p in told if p.to_bytes() != b"\x00"]
+        failed = once(told, "vote", lambda: [p.sender for p in told if p.to_bytes() != b"\x00"])
         if failed and len(failed) < len(told):
             names = ", ".join(f"rank {r}" for r in failed)
             what = f"round {number} refused on all {len(told)} workers: {names} could not read the messages"
@@ -310,7 +319,8 @@ class RoundEngine:
             raise refusal
         self.aborted += 1
         if nonfinite and "param" in opt.replicated and opt.peers.size > 1:
-            self._resync()
+            with self.writing():
+                self._resync()
         mine = opt.peers.id in _culprits(refusal)
         number, step = opt.rounds if number is None else number, opt.steps if step is None else step
         given_up = self.refusals.count(refusal, number, step)

@@ -90,6 +90,10 @@ class Wrapper(Algorithm):
         self._wrapping = False
         if pace == "speed":
             assert isinstance(self.schedule, Every)
+            if self.site is not None:
+                raise ConfigError(
+                    "pace='speed' lets workers take different numbers of steps, but the members of a site take them together"
+                )
             self.pace = Pace(self.link, self.schedule.H)
             self.own_state[self._active[0]]["pace"] = self.pace.state
 

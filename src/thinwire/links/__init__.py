@@ -12,6 +12,7 @@ from thinwire.links.sim import SimLink
 from thinwire.links.straggler import Straggler
 from thinwire.links.throttled import Throttled
 from thinwire.links.torch import TorchLink, connect, disconnect, host_job
+from thinwire.links.two_level import TwoLevel
 
 __all__ = [
     "ClusterLink",
@@ -38,6 +39,7 @@ __all__ = [
     "Ticket",
     "TorchLink",
     "Totals",
+    "TwoLevel",
     "Unsigned",
     "connect",
     "disconnect",

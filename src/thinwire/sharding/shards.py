@@ -1,7 +1,8 @@
 """Shards: the processes that together hold ONE worker's model (FSDP2). The slow wire is between workers, not here.
 
 A link on the `replicate` axis sees one shard only. What one shard finds (a NaN, a difference) must be known to all shards
-of that worker before any of them acts, or half a model would take a step that the other half refuses.
+of that worker before any of them acts, or half a model would take a step that the other half refuses. The same holds for the
+members of a site that are one worker (`TwoLevel`), though each of them has the whole model.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from thinwire.links.base import Link
+from thinwire.payload import Payload
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -74,10 +78,12 @@ class Shards:
 
     Args:
         params: the model's parameters; DTensors say over which mesh they are sharded.
+        site: joins the members of this process's site, which have whole copies, where they are one worker.
     """
 
-    def __init__(self, params: Iterable[Tensor]):
+    def __init__(self, params: Iterable[Tensor], site: Link | None = None):
         """Find the mesh of the first sharded parameter."""
+        self.site = site
         mesh = next((p.device_mesh for p in params if isinstance(p, DTensor)), None)
         self._groups = [] if mesh is None else [mesh.get_group(axis) for axis in range(mesh.ndim)]
         self._device = "cpu" if mesh is None else mesh.device_type
@@ -88,7 +94,10 @@ class Shards:
         return bool(self._groups)
 
     def any(self, flag: bool) -> bool:
-        """Whether any shard of this worker raised its flag; a (fast, local) collective where there are several."""
+        """Whether any process of this worker raised its flag; a (fast, local) collective where there are several."""
+        if self.site is not None:
+            told = self.site.all_gather(Payload.of_bytes(bytes([flag]), purpose="site flags", fixed=True))
+            return any(p.to_bytes() != b"\x00" for p in told)
         if not self._groups:
             return flag
         raised = torch.tensor([flag], dtype=torch.int32, device=self._device)

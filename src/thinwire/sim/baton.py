@@ -62,11 +62,15 @@ class Baton:
         self._hand_on(rank)
 
     def _hand_on(self, rank: int) -> None:
-        others = [(rank + i) % self.size for i in range(1, self.size + 1)]
-        alive = [r for r in others if not self._done[r]]
-        able = [r for r in alive if not self._waiting[r] or self._ready(r)]
-        for r in (able or alive)[:1]:  # if no worker is able, wake a waiting one: it finds that out
-            self._turn[r].release()
+        others = ((rank + i) % self.size for i in range(1, self.size + 1))
+        waiting = None
+        for r in (r for r in others if not self._done[r]):
+            if not self._waiting[r] or self._ready(r):  # most often the next one: of 1,024 workers not all are asked
+                self._turn[r].release()
+                return
+            waiting = r if waiting is None else waiting
+        if waiting is not None:  # if no worker is able, wake a waiting one: it finds that out
+            self._turn[waiting].release()
 
 
 def random_state() -> tuple:

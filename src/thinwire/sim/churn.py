@@ -33,8 +33,9 @@ class Churn:
     Args:
         joins: seconds at which workers come that are not there from the start.
         deaths: (seconds, worker) for each death.
+        returns: (seconds, worker) at which a worker that has died comes back, with nothing.
         death_rate: further deaths at random: the mean number per worker and second.
-        restart: seconds after its death that a worker comes back, with nothing; None for never.
+        restart: seconds after a death without such a return that a worker comes back, with nothing; None for never.
         loss: part of the messages that never arrive; at least one per round does.
         tail: part of the local steps that take longer.
         tail_factor: how many times longer.
@@ -44,6 +45,7 @@ class Churn:
 
     joins: Mapping[int, float] = field(default_factory=dict)
     deaths: Sequence[tuple[float, int]] = ()
+    returns: Sequence[tuple[float, int]] = ()
     death_rate: float = 0.0
     restart: float | None = None
     loss: float = 0.0
@@ -97,9 +99,10 @@ class Habitat:
             clocks[rank] = max(clocks[rank], float(churn.joins.get(rank, 0.0)))
             return True
         self.deaths.append((clocks[rank], rank))
-        if churn.restart is None:
+        planned = [at for at, who in churn.returns if who == rank and at > clocks[rank]]
+        if not planned and churn.restart is None:
             return False
-        clocks[rank] += churn.restart
+        clocks[rank] = min(planned) if planned else clocks[rank] + float(churn.restart or 0.0)
         self._next[rank] = self._next_death(rank, clocks[rank])
         return True
 

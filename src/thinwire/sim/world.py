@@ -17,31 +17,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 
-from thinwire.errors import ConfigError, LinkError, WireError, check_whole_number
-from thinwire.links.base import Link, Ticket, check_length, members_of
+from thinwire.errors import ConfigError, LinkError, check_whole_number
+from thinwire.links.base import Link
 from thinwire.links.sim import SimLink
-from thinwire.network import Network, Op, Wire, per_worker
-from thinwire.payload import Payload
+from thinwire.links.two_level import TwoLevel
+from thinwire.network import Network, per_worker
 from thinwire.sim.baton import Baton, random_state, seed_everything, set_random_state
+from thinwire.sim.channel import Channel
 from thinwire.sim.churn import Churn, Habitat, Killed
 
 T = TypeVar("T")
-
-
-@dataclass
-class _Exchange:
-    """One exchange: what each worker posted and when, and its result and end once all have posted that it needs."""
-
-    op: Op
-    purpose: str
-    posted: dict[int, tuple[Payload, float]] = field(default_factory=dict)
-    members: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    results: dict[int, tuple[list[Payload], float]] = field(default_factory=dict)
-    collected: int = 0
-    refused: WireError | None = None
 
 
 class World:
@@ -55,6 +42,9 @@ class World:
         seed: worker r starts with torch's, numpy's and Python's global generators seeded by seed + r.
         churn: workers come and go: their links are elastic, `run` calls `worker` once for each life of a worker, and what a
             worker returned that is dead for good is None. Exchanges go through a store, not over rings.
+        sites: group the workers into so many sites: their links are `TwoLevel` ones, `network` is that between sites, with one
+            value for all or one per site, and each worker is a member of a site.
+        inside: the network inside a site, the same in all of them; unlimited by default.
 
     Attributes:
         clocks: simulated seconds of each worker.
@@ -69,11 +59,21 @@ class World:
         step_time: float | Sequence[float] | None = None,
         seed: int = 0,
         churn: Churn | None = None,
+        sites: int | None = None,
+        inside: Network | None = None,
     ):
         """Make the world; nothing runs yet."""
         check_whole_number("size", size)
+        if sites is not None:
+            check_whole_number("sites", sites)
+            if size % sites:
+                raise ConfigError(f"{size} workers do not divide into {sites} sites of equal size")
+            if churn is not None:
+                raise ConfigError("the members of a site cannot come and go: give churn or sites, not both")
+        self.sites, self.inside = sites, inside or Network()
         self.network = network or Network()
-        self.network.check(size)
+        self.network.check(size if sites is None else sites)
+        self.inside.check(size if sites is None else size // sites)
         self.step_time = None if step_time is None else per_worker("step_time", step_time, size)
         if self.step_time is not None and not all(seconds >= 0 for seconds in self.step_time):
             raise ConfigError(f"step_time must be zero or more seconds, got {step_time!r}")
@@ -106,13 +106,13 @@ class World:
                 while thread.is_alive():
                     thread.join(timeout=0.5)  # a bounded wait, so that Ctrl-C reaches the main thread
         except KeyboardInterrupt:
-            self._failure = (-1, KeyboardInterrupt())  # workers leave at their next exchange
+            self.failure = (-1, KeyboardInterrupt())  # workers leave at their next exchange
             raise
         finally:
             self._running = False
             set_random_state(caller_random)
-        if self._failure is not None:
-            rank, error = self._failure
+        if self.failure is not None:
+            rank, error = self.failure
             error.add_note(f"raised by simulated worker {rank} of {self.size}")
             raise error
         return results  # type: ignore[return-value]
@@ -122,31 +122,7 @@ class World:
         """Simulated time so far: the clock of the latest worker."""
         return max(self.clocks)
 
-    # What SimLink asks for.
-
-    def post(self, rank: int, payload: Payload, op: Op) -> Ticket:
-        """Take worker `rank`'s message of its next exchange; when all that take part have posted, the result is made."""
-        self._charge_wall_time(rank)
-        members = members_of(payload, op, rank, self.size)
-        number = self._posts[rank]
-        self._posts[rank] += 1
-        exchange = self._exchanges.setdefault(number, _Exchange(op, payload.purpose))
-        if (exchange.op, exchange.purpose) != (op, payload.purpose):
-            raise LinkError(
-                f"rank {rank}, exchange {number + 1}: posted {op} for {payload.purpose!r} while rank "
-                f"{min(exchange.posted)} posted {exchange.op} for {exchange.purpose!r}"
-            )
-        for other, theirs in exchange.members.items() if op == "pair" else ():
-            if theirs != members and (rank in theirs or other in members):
-                raise LinkError(
-                    f"rank {rank}, exchange {number + 1}: {_paired(rank, members)}, but {_paired(other, theirs)}: "
-                    "all workers must pair alike"
-                )
-        exchange.posted[rank] = (payload, self.clocks[rank])
-        exchange.members[rank] = members
-        if all(member in exchange.posted for member in members):
-            self._complete(exchange, members)
-        return _SimTicket(self, rank, number)
+    # What channels and links ask for.
 
     def step_taken(self, rank: int, times: float = 1.0) -> None:
         """Charge one local step, or one that took so many times longer."""
@@ -168,25 +144,39 @@ class World:
 
     def _reset(self) -> None:
         self.clocks = [0.0] * self.size
-        self._posts = [0] * self.size
-        self._awaited: list[int | None] = [None] * self.size
-        self._exchanges: dict[int, _Exchange] = {}
-        self._wire = Wire(self.network, self.size)
-        self._failure: tuple[int, BaseException] | None = None
+        self._make_channels()
+        self.failure: tuple[int, BaseException] | None = None
         self._since = [0.0] * self.size
-        self._ready: list[Callable[[int], bool] | None] = [None] * self.size
+        self._ready: list[Callable[[], bool] | None] = [None] * self.size
+        self._idle: dict[int, Callable[[str], object]] = {}
         self._baton = Baton(self.size, self._can_go_on, seed=self.seed)
         self.habitat = None if self.churn is None else Habitat(self, self.churn)
+
+    def _make_channels(self) -> None:
+        """One for all workers, or one inside each site and one for the members with the same number of all sites."""
+        if self.sites is None:
+            self.channels = [Channel(self, range(self.size), self.network)]
+            return
+        members = self.size // self.sites
+        inside = [Channel(self, range(s * members, (s + 1) * members), self.inside) for s in range(self.sites)]
+        between = [Channel(self, range(m, self.size, members), self.network) for m in range(members)]
+        self.channels = [*inside, *between]
+
+    def _link(self, rank: int) -> Link:
+        if self.sites is None:
+            return SimLink(self.channels[0], rank)
+        site, member = divmod(rank, self.size // self.sites)
+        return TwoLevel(SimLink(self.channels[site], member), SimLink(self.channels[self.sites + member], site))
 
     def _live(self, rank: int, worker: Callable[[Link], T], results: list[T | None]) -> None:
         self._baton.take(rank)
         self._since[rank] = time.perf_counter()
         try:
-            if self._failure is None:
-                results[rank] = worker(SimLink(self, rank)) if self.habitat is None else self._lives(self.habitat, rank, worker)
+            if self.failure is None:
+                results[rank] = worker(self._link(rank)) if self.habitat is None else self._lives(self.habitat, rank, worker)
         except BaseException as error:
-            if self._failure is None:
-                self._failure = (rank, error)
+            if self.failure is None:
+                self.failure = (rank, error)
         finally:
             self._charge_wall_time(rank)
             if self.habitat is not None:
@@ -204,94 +194,44 @@ class World:
                 first = False
         return None
 
-    def yield_turn(self, rank: int, ready: Callable[[int], bool]) -> None:
-        """Let others run until worker `rank` is ready."""
+    def wait(self, rank: int, ready: Callable[[], bool], *, purpose: str = "") -> bool:
+        """Let others run until worker `rank` is ready.
+
+        Args:
+            rank: which worker waits.
+            ready: whether it may go on.
+            purpose: of the message that it waits for.
+
+        Returns:
+            False where it will never be, since the others wait too, have ended or have failed.
+        """
         self._charge_wall_time(rank)
-        if not ready(rank):
+        if not ready():
+            if (idle := self._idle.get(rank)) is not None:
+                idle(purpose)
             self._ready[rank] = ready
             self._baton.yield_until_ready(rank)
             self._ready[rank] = None
             self._since[rank] = time.perf_counter()
-        if self._failure is not None:
-            culprit, error = self._failure
+        return ready()
+
+    def when_idle(self, rank: int, call: Callable[[str], object]) -> None:
+        """Have worker `rank` call a function, with the purpose of the message it waits for, before others run."""
+        self._idle[rank] = call
+
+    def yield_turn(self, rank: int, ready: Callable[[int], bool]) -> None:
+        """Let others run until worker `rank` is ready."""
+        self.wait(rank, lambda: ready(rank))
+        if self.failure is not None:
+            culprit, error = self.failure
             raise LinkError(f"rank {rank}: rank {culprit} failed: {error!r}", lost=[culprit])
 
     def _can_go_on(self, rank: int) -> bool:
-        if (ready := self._ready[rank]) is not None:
-            return self._failure is not None or ready(rank)
-        number = self._awaited[rank]
-        return self._failure is not None or number is None or rank in self._exchanges[number].results
-
-    def _collect(self, rank: int, number: int) -> list[Payload]:
-        """Wait for exchange `number`: others run meanwhile."""
-        self._charge_wall_time(rank)
-        exchange = self._exchanges[number]
-        if rank not in exchange.results:
-            self._awaited[rank] = number
-            arrived = self._baton.yield_until_ready(rank)
-            self._awaited[rank] = None
-            self._since[rank] = time.perf_counter()
-            if not arrived or rank not in exchange.results:
-                raise self._in_vain(rank, number, exchange)
-        result, end = exchange.results[rank]
-        self.clocks[rank] = max(self.clocks[rank], end)
-        exchange.collected += 1
-        if exchange.collected == self.size:
-            del self._exchanges[number]
-        if exchange.refused is not None:
-            raise exchange.refused
-        if exchange.op in ("gather", "pair"):
-            return result
-        return [p.like(p.data.clone()) for p in result]  # each worker may write into its own
-
-    def _complete(self, exchange: _Exchange, members: tuple[int, ...]) -> None:
-        payloads = [exchange.posted[r][0] for r in members]
-        sizes = [p.nbytes for p in payloads]
-        try:
-            for rank, payload in zip(members, payloads, strict=True):
-                check_length(payload, rank, payload.nbytes)
-        except WireError as refusal:  # on all that take part, as on a real link
-            exchange.refused = refusal
-        one_length = exchange.op != "gather" or any(p.fixed for p in payloads)
-        if one_length and len({(p.nbytes, p.data.dtype) for p in payloads}) > 1:
-            kinds = ", ".join(f"{p.nbytes} bytes of {str(p.data.dtype).removeprefix('torch.')}" for p in payloads)
-            raise LinkError(f"cannot {exchange.op} messages of different lengths or dtypes: {kinds}, in rank order")
-        if exchange.op == "mean":
-            total = payloads[0].data.clone()
-            for p in payloads[1:]:
-                total += p.data
-            payloads = [payloads[0].like(total.div_(self.size))]
-        elif exchange.op == "broadcast":
-            payloads = [payloads[members.index(payloads[0].source)]]
-        else:
-            payloads = [p.of(r) for p, r in zip(payloads, members, strict=True)]
-        end = self._wire.send(max(exchange.posted[r][1] for r in members), exchange.op, sizes, members)
-        for r in members:
-            exchange.results[r] = (payloads, end)
-
-    def _in_vain(self, rank: int, number: int, exchange: _Exchange) -> LinkError:
-        missing = [r for r in exchange.members[rank] if r not in exchange.posted]
-        if self._failure is not None:
-            culprit, error = self._failure
-            return LinkError(f"rank {rank}, exchange {number + 1}: rank {culprit} failed: {error!r}", lost=[culprit])
-        names = ", ".join(f"rank {r}" for r in missing)
-        return LinkError(f"rank {rank}, exchange {number + 1}: {names} will never take part", lost=missing)
+        ready = self._ready[rank]
+        return self.failure is not None or ready is None or ready()
 
     def _charge_wall_time(self, rank: int) -> None:
         if self.step_time is None:
             now = time.perf_counter()
             self.clocks[rank] += now - self._since[rank]
             self._since[rank] = now
-
-
-class _SimTicket(Ticket):
-    def __init__(self, world: World, rank: int, number: int):
-        self._world, self._rank, self._number = world, rank, number
-
-    def _finish(self) -> list[Payload]:
-        return self._world._collect(self._rank, self._number)
-
-
-def _paired(rank: int, members: tuple[int, ...]) -> str:
-    partner = next((r for r in members if r != rank), None)
-    return f"rank {rank} has no partner" if partner is None else f"rank {rank} has rank {partner} for its partner"

@@ -38,6 +38,8 @@ class TrainFlags:
 class SimFlags:
     """The simulated network, and where the run is kept."""
 
+    rare: ClassVar[frozenset[str]] = frozenset({"links", "churn", "sites", "inside"})
+
     bandwidth: str = "inf"
     """Of each worker's link, such as 100mbit; a comma-separated list gives each worker its own."""
     down: str | None = None
@@ -46,6 +48,16 @@ class SimFlags:
     """Of one message, such as 20ms; or a comma-separated list."""
     step_time: str | None = None
     """Time of one local step, such as 100ms, or a list with a straggler, such as 100ms,100ms,300ms; by default measured."""
+    links: str | None = None
+    """A file with the link of each worker, in place of --bandwidth, --down and --latency: a csv with the columns
+    worker,up,down,latency."""
+    churn: str | None = None
+    """A file with the workers' joins and deaths, a csv with the columns seconds,worker,event: an elastic run."""
+    sites: int | None = None
+    """Group the workers into so many sites, whose members average gradients over a fast network and send as one worker; the
+    flags of the network are then those between sites."""
+    inside: str = "inf"
+    """With --sites, the bandwidth inside a site, such as 10gbit."""
     out: str | None = None
     """The run folder; by default runs/sim-ALGORITHM-TASK-TIME."""
 
@@ -101,7 +113,7 @@ class BetaFlags:
 class PlanFlags:
     """What each method would cost on your link per step, and which one to take. Nothing is trained and nothing is sent."""
 
-    rare: ClassVar[frozenset[str]] = frozenset({"down", "tau", "framing", "codec_time", "backward"})
+    rare: ClassVar[frozenset[str]] = frozenset({"down", "links", "tau", "framing", "codec_time", "backward"})
 
     params: str | None = None
     """How many parameters the model has: 1.3b, 124m, 3_200_000. It is taken to be a GPT."""
@@ -115,6 +127,9 @@ class PlanFlags:
     """Downward bandwidth where it differs, as on home links."""
     latency: str = "0ms"
     """Of one message, such as 40ms; or a comma-separated list."""
+    links: str | None = None
+    """A file with the link of each worker, in place of --bandwidth, --down and --latency: a csv with the columns
+    worker,up,down,latency."""
     step_time: str | None = None
     """Time of one training step without any exchange, such as 0.9s."""
     utilisation: float = 0.95

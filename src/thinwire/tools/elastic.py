@@ -21,6 +21,7 @@ from thinwire.links import Metered
 from thinwire.links.elastic import ElasticLink, Status
 from thinwire.links.join import TCP, join, open_cluster, open_run
 from thinwire.network import parse_duration
+from thinwire.tasks.task import Task
 from thinwire.tools.build import clips_itself, device_of, optimizer_of, task_of
 from thinwire.tools.config import Device, RunConfig, new_folder, write_run_toml
 from thinwire.tools.display import Display, MetricsFile
@@ -157,12 +158,13 @@ class ElasticTrainer:
     Args:
         config: what to run.
         link: this worker's end of the run.
+        task: model and data; made from the config where it is not given.
     """
 
-    def __init__(self, config: RunConfig, link: ElasticLink):
+    def __init__(self, config: RunConfig, link: ElasticLink, *, task: Task | None = None):
         """Build everything; nothing is read from the run yet but its settings."""
         self.config, self.link = config, Metered(link)
-        self.task = task_of(config, 1)
+        self.task = task or task_of(config, 1)
         self.model = self.task.model().to(device_of(config))
         self.optimizer = optimizer_of(config, self.model, self.link)
         self.seconds, self.taken = 0.0, 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -14,13 +14,16 @@ from rich.console import Console
 from thinwire import checkpoint
 from thinwire.errors import ConfigError
 from thinwire.network import Network, parse_bandwidth, parse_duration
+from thinwire.sim import Churn, World
 from thinwire.tools.config import RunConfig, about_run, read_run_toml
+from thinwire.tools.elastic import check_elastic
 from thinwire.tools.flags import one_or_each
 from thinwire.tools.lab import Lab
 from thinwire.tools.launch import launch, worker_environment
 from thinwire.tools.names import ALONE
 from thinwire.tools.simulate import simulate
 from thinwire.tools.start import refuse_what_ddp_ignores
+from thinwire.tools.tables import network_of, read_events
 
 
 class Runner(Protocol):
@@ -140,7 +143,7 @@ class LabRunner:
 
     def _lab(self, config: RunConfig) -> Lab:
         """Of its rates, not made yet."""
-        network = _network(self.bandwidth, self.down, "0ms")
+        network = network_of(self.bandwidth, self.down, "0ms", None, config.workers or 2)
         return Lab(config.workers or 2, bandwidth=network.bandwidth, down=network.down)
 
 
@@ -153,19 +156,35 @@ class SimulatedRunner:
         down: downward where it differs.
         latency: of one message.
         step_time: of one local step; None measures it.
+        links: a file with the link of each worker, in place of the first three.
+        churn: a file with the workers' joins and deaths; None where all are there at all times.
+        sites: how many sites the workers are grouped into; None for none.
+        inside: bandwidth inside a site.
     """
 
     bandwidth: str = "inf"
     down: str | None = None
     latency: str = "0ms"
     step_time: str | None = None
+    links: str | None = None
+    churn: str | None = None
+    sites: str | None = None
+    inside: str = "inf"
 
     @property
     def name(self) -> str:
         """With bandwidth and latency, where the network is limited."""
+        if (self.links, self.churn, self.sites) != (None, None, None):
+            sites = "" if self.sites is None else f", {self.sites} sites of {self.inside} inside"
+            return f"simulated {self.wire}{sites}{'' if self.churn is None else f', churn of {self.churn}'}"
         limited = parse_limits(self.bandwidth, self.down, self.latency)
         down = "" if self.down is None else f" down {self.down}"
         return f"simulated {self.bandwidth} {self.latency}{down}" if limited else "simulated"
+
+    @property
+    def wire(self) -> str:
+        """The network on which time was simulated, in words."""
+        return f"with the links of {self.links}" if self.links is not None else f"at {self.bandwidth} and {self.latency}"
 
     def command(self, config: RunConfig) -> list[str]:
         """`thinwire sim` with the network."""
@@ -176,48 +195,51 @@ class SimulatedRunner:
     def about(self) -> dict[str, str]:
         """The network, where it is not the usual one."""
         usual = SimulatedRunner()
-        names = ("bandwidth", "down", "latency", "step_time")
-        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(usual, name)}
+        return {name: getattr(self, name) for name in _WORDS if getattr(self, name) != getattr(usual, name)}
 
     def check(self, config: RunConfig) -> None:
         """Refuse shards, and lists that do not have one value per worker."""
         if config.shards != 1:
             raise ConfigError(f"the simulator does not shard models, got --shards {config.shards}")
         workers = config.workers or 2
-        _network(self.bandwidth, self.down, self.latency).check(workers)
+        if self.sites is None and self.inside != "inf":
+            raise ConfigError(f"--inside {self.inside} needs --sites: how many sites the workers are grouped into")
         step_time = self._step_time()
         if isinstance(step_time, tuple) and len(step_time) != workers:
             raise ConfigError(f"step-time lists {len(step_time)} workers, but there are {workers}")
+        if self.churn is not None:
+            check_elastic(replace(config, workers=None))
+        self._world(config)
 
     def run(self, folder: Path, console: Console) -> None:
         """Simulate in this process."""
-        network = _network(self.bandwidth, self.down, self.latency)
         config = read_run_toml(folder / "run.toml")
-        simulate(config, folder, network=network, step_time=self._step_time(), console=console)
+        simulate(config, folder, world=self._world(config), console=console)
+
+    def _world(self, config: RunConfig) -> World:
+        workers, sites = config.workers or 2, None if self.sites is None else int(self.sites)
+        network = network_of(self.bandwidth, self.down, self.latency, self.links, workers if sites is None else sites)
+        inside = Network(bandwidth=parse_bandwidth(self.inside))
+        churn = None if self.churn is None else Churn(*read_events(self.churn, workers))
+        how = {"step_time": self._step_time(), "seed": config.seed}
+        return World(workers, network=network, sites=sites, inside=inside, churn=churn, **how)
 
     def _step_time(self) -> float | tuple[float, ...] | None:
         return None if self.step_time is None else one_or_each(self.step_time, parse_duration)
 
 
+_WORDS = tuple(f.name for f in fields(SimulatedRunner))
+
+
 def simulated_runner(folder: Path) -> SimulatedRunner:
     """The runner that simulates a run as its folder says."""
     about = about_run(folder / "run.toml")
-    return SimulatedRunner(
-        **{name: str(about[name]) for name in ("bandwidth", "down", "latency", "step_time") if name in about}
-    )
+    return SimulatedRunner(**{name: str(about[name]) for name in _WORDS if name in about})
 
 
 def parse_limits(bandwidth: str, down: str | None, latency: str) -> bool:
     """Whether a network in words is limited at all; wrong words are a `ConfigError`."""
-    return _network(bandwidth, down, latency) != Network()
-
-
-def _network(bandwidth: str, down: str | None, latency: str) -> Network:
-    return Network(
-        bandwidth=one_or_each(bandwidth, parse_bandwidth),
-        latency=one_or_each(latency, parse_duration),
-        down=None if down is None else one_or_each(down, parse_bandwidth),
-    )
+    return network_of(bandwidth, down, latency, None, 0) != Network()
 
 
 def _checkpoints(config: RunConfig, every: int) -> int:

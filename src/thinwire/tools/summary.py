@@ -62,7 +62,7 @@ def summarise(trainer: Trained, progress: Progress, **more: Any) -> dict[str, An
     return {
         "algorithm": config.algorithm,
         "task": config.task,
-        "workers": trainer.link.size,
+        "workers": trainer.link.data_size,
         "shards": config.shards,
         "parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
         "unit": trainer.task.unit,

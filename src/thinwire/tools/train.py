@@ -102,7 +102,7 @@ class Trainer:
     ):
         """Build everything; only torch's DDP uses the wire already."""
         self.config, self.link, self.part = config, Metered(link), part
-        self.task = task or task_of(config, link.size)
+        self.task = task or task_of(config, link.data_size)
         self.model = self.task.model().to(device_of(config))
         if shard is not None:
             self.model = shard(self.model)
@@ -186,7 +186,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr_at(step)
         shard, shards = self.part
-        x, y = self.task.batch(self.link.rank, step)
+        x, y = self.task.batch(self.link.data_rank, step)
         batch = x.chunk(shards)[shard], y.chunk(shards)[shard]  # FSDP2 averages the gradients of the parts
         loss = self.task.loss(self.ddp.module if self.ddp else self.model, batch)
         loss.backward()
@@ -223,7 +223,8 @@ class Trainer:
         flags = (*mine, self._bad_losses > 0, self._bad_losses >= _BAD_LOSSES)
         byte = sum(1 << bit for bit, flag in enumerate(flags) if optimizer.shards.any(flag))
         told = self.link.link.all_gather(Payload.of_bytes(bytes([byte]), purpose="finite", fixed=True))
-        bad, agreed, lost, losses, long = ([bool(p.to_bytes()[0] & 1 << bit) for p in told] for bit in range(len(flags)))
+        said = [p.to_bytes()[0] for p in told]
+        bad, agreed, lost, losses, long = ([bool(byte & 1 << bit) for byte in said] for bit in range(len(flags)))
         workers = f"all {self.link.size} workers" if self.link.size > 1 else "the worker"
         if any(agreed):
             ranks = ", ".join(f"rank {rank}" for rank, flag in enumerate(agreed) if flag)
@@ -301,7 +302,7 @@ class Trainer:
     def _progress(self, loss: float, validation: dict[str, float] | None = None) -> Progress:
         totals = self.link.meter.totals
         seconds = self.seconds + (self.link.now() - self._before if self._before >= 0 else 0.0)
-        items = self.step * self.task.batch_items * self.link.size
+        items = self.step * self.task.batch_items * self.link.data_size
         return Progress.of(self.step, loss, seconds, items, totals, validation)
 
     def _diverged(self, what: str, *, since: int) -> TrainingDiverged:

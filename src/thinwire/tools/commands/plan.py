@@ -12,13 +12,14 @@ from rich.table import Table
 from torch import nn
 
 from thinwire.errors import ConfigError
-from thinwire.network import Network, parse_bandwidth, parse_duration, show_bandwidth, show_bytes, show_seconds
+from thinwire.network import parse_duration, show_bandwidth, show_bytes, show_seconds
 from thinwire.tools.advice import WARM_STEPS, Advice, Offer, Wishes, advise
 from thinwire.tools.build import task_of
 from thinwire.tools.command_flags import PlanFlags
 from thinwire.tools.config import RunConfig, write_whole
-from thinwire.tools.flags import one_or_each, parse_flags, with_json_name
+from thinwire.tools.flags import parse_flags, with_json_name
 from thinwire.tools.plan import Cluster, gpt_like, on_meta, parse_count
+from thinwire.tools.tables import network_of
 
 
 def main(arguments: list[str]) -> int:
@@ -40,7 +41,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _cluster(flags: PlanFlags) -> Cluster:
-    if flags.bandwidth is None:
+    if flags.bandwidth is None and flags.links is None:
         raise ConfigError("--bandwidth is missing: that of each worker's link, such as 200mbit; thinwire doctor measures it")
     if flags.step_time is None:
         raise ConfigError(
@@ -48,14 +49,9 @@ def _cluster(flags: PlanFlags) -> Cluster:
             'loop, or for a built-in task divide "seconds" by "step" in the summary.json of: thinwire train --algorithm alone '
             f"--task {flags.task or 'gpt-small'} --steps 50"
         )
-    network = Network(
-        bandwidth=one_or_each(flags.bandwidth, parse_bandwidth),
-        latency=one_or_each(flags.latency, parse_duration),
-        down=None if flags.down is None else one_or_each(flags.down, parse_bandwidth),
-    )
     return Cluster(
         workers=flags.workers,
-        network=network,
+        network=network_of(flags.bandwidth or "inf", flags.down, flags.latency, flags.links, flags.workers),
         step_time=parse_duration(flags.step_time),
         goodput=flags.framing,
         codec_time=parse_duration(flags.codec_time),
@@ -80,7 +76,7 @@ def _show(title: str, flags: PlanFlags, cluster: Cluster, advice: Advice) -> Non
     console = Console()
     target = f"{100 * flags.utilisation:g}%"
     console.print(
-        f"{title} on {flags.workers} workers, {flags.bandwidth} and {flags.latency} a message, {flags.step_time} a step",
+        f"{title} on {flags.workers} workers, {_wire(flags)}, {flags.step_time} a step",
         highlight=False,
     )
     table = Table("method", box=None, pad_edge=False)
@@ -92,6 +88,10 @@ def _show(title: str, flags: PlanFlags, cluster: Cluster, advice: Advice) -> Non
     console.print(table)
     console.print(f"\n{_notes(target, cluster, advice)}\n", highlight=False, style="dim")
     console.print(advice.sentence, highlight=False, style="bold")
+
+
+def _wire(flags: PlanFlags) -> str:
+    return f"links of {flags.links}" if flags.links is not None else f"{flags.bandwidth} and {flags.latency} a message"
 
 
 def _figures(offer: Offer, dense: float) -> list[str]:

@@ -19,7 +19,8 @@ def main(arguments: list[str]) -> int:
     config, flags = parse_run("sim", arguments, SimFlags, None)
 
     config = replace(config, workers=config.workers or 2)
-    runner = SimulatedRunner(bandwidth=flags.bandwidth, down=flags.down, latency=flags.latency, step_time=flags.step_time)
+    words = {name: getattr(flags, name) for name in ("bandwidth", "down", "latency", "step_time", "links", "churn", "inside")}
+    runner = SimulatedRunner(**words, sites=None if flags.sites is None else str(flags.sites))
     runner.check(config)
     rehearse(config)
     out = flags.out or new_folder(f"sim-{config.algorithm}-{config.task}")
@@ -33,7 +34,7 @@ def main(arguments: list[str]) -> int:
     computing = figures["simulated_seconds"] - figures["waiting"]
     how = f"{flags.step_time} per step" if flags.step_time else "computing as fast as one worker does on this machine"
     print(
-        f"simulated time {figures['simulated_seconds']:.1f} s at {flags.bandwidth} and {flags.latency} ({how}): "
+        f"simulated time {figures['simulated_seconds']:.1f} s {runner.wire} ({how}): "
         f"{computing:.1f} s computing, {figures['waiting']:.1f} s waiting on the wire"
     )
     return 0

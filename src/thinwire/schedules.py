@@ -9,8 +9,8 @@ and an algorithm that has no fragments just tests whether the answer is empty.
 ()
 >>> Staggered(4, fragments=2).due(2), Staggered(4, fragments=2).due(4)
 ((1,), (0,))
->>> [step for step in range(1, 17) if Stages(2, 6, 4).due(step)]
-[2, 4, 6, 8, 12, 16]
+>>> tuple(step for step in range(1, 17) if Stages(2, 6, 4).due(step))
+(2, 4, 6, 8, 12, 16)
 """
 
 from __future__ import annotations

@@ -91,6 +91,8 @@ RUNS = [
     run("decoupled-diloco", H=4),
     run("sparseloco", H=4),
     run("lordo", H=4, rank=0.25),
+    run("lordo", H=4, rank=0.25, source="sketch", average_feedback=True),
+    run("mt-dao", "fp4", H="1 until 6, 4", K_v="2 until 5, 8"),
     run("noloco", H=4),
 ]
 

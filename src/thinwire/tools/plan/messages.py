@@ -17,7 +17,7 @@ from thinwire.errors import ConfigError
 from thinwire.links import Link, Ticket
 from thinwire.network import BACKWARD, Op
 from thinwire.payload import Payload
-from thinwire.schedules import Every, Periods, Schedule, Staggered, Union, Warmup
+from thinwire.schedules import Every, Periods, Schedule, Stages, Staggered, Union, Warmup
 from thinwire.tools.build import optimizer_of, warm_start_of
 from thinwire.tools.config import RunConfig
 from thinwire.tools.names import ALONE
@@ -95,9 +95,11 @@ def period_of(config: RunConfig, model: nn.Module, *, workers: int, backward: fl
     config.validate()
     optimizer = optimizer_of(replace(config, steps=10**6), on_meta(model), NullLink(workers))
     steps = _length(optimizer.schedule)
-    at_last = max(optimizer.codecs.until, default=0)  # what a schedule of codecs ends with is what goes on
-    scheduled = Period(steps, tuple(_scheduled(optimizer, 1, steps, rounds=at_last)))
-    return _with_votes(_with_buffers(scheduled, optimizer), workers)
+    begun = -(-_begun_after(optimizer.schedule) // steps) * steps  # what schedules end with is what goes on
+    at_last = max(optimizer.codecs.until, default=0)
+    sent = _scheduled(optimizer, begun + 1, begun + steps, rounds=at_last)
+    messages = tuple(replace(m, posted=m.posted - begun, needed=m.needed - begun) for m in sent)
+    return _with_votes(_with_buffers(Period(steps, messages), optimizer), workers)
 
 
 def run_messages(config: RunConfig, model: nn.Module, *, workers: int) -> list[Message]:
@@ -163,7 +165,20 @@ def _length(schedule: Schedule) -> int:
         return math.lcm(*map(_length, schedule.schedules))
     if isinstance(schedule, Warmup):
         return _length(schedule.then)
+    if isinstance(schedule, Stages):
+        return _length(schedule.schedules[-1])
     raise ConfigError(f"a plan needs a schedule that repeats, got {schedule!r}")
+
+
+def _begun_after(schedule: Schedule) -> int:
+    """After how many steps a schedule begins to repeat."""
+    if isinstance(schedule, Periods | Union):
+        return max(map(_begun_after, schedule.schedules))
+    if isinstance(schedule, Warmup):
+        return max(schedule.steps, _begun_after(schedule.then))
+    if isinstance(schedule, Stages):
+        return max([*schedule.until, _begun_after(schedule.schedules[-1])])
+    return 0
 
 
 def _with_buffers(period: Period, optimizer: Algorithm) -> Period:

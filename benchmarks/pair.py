@@ -1,4 +1,4 @@
-"""Two workers on this machine, one thread each, for the benchmarks."""
+"""Two or more workers on this machine, one thread each, for the benchmarks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def gpt_shapes(layers: int, width: int, vocabulary: int, context: int) -> list[t
     return [(vocabulary, width), (context, width), *blocks, *norm]
 
 
-def run_pair(work: Callable[..., Any], *arguments: Any, limit: float = 3600.0) -> Any:
-    """What `work(link, *arguments)` returns on the first of two gloo workers; fails when one does, or after `limit` s."""
-    store, places = host_job(2)
+def run_pair(work: Callable[..., Any], *arguments: Any, limit: float = 3600.0, size: int = 2) -> Any:
+    """What `work(link, *arguments)` returns on the first of the gloo workers; fails when one does, or after `limit` s."""
+    store, places = host_job(size)
     context = mp.get_context("spawn")
     results = context.Queue()
     workers = [context.Process(target=_worker, args=(place, work, arguments, results), daemon=True) for place in places]

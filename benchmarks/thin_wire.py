@@ -104,17 +104,17 @@ def _seconds(measured: Measured) -> float:
     return measured.seconds_per_step
 
 
-def run_in(lab: Lab, speed: str, command: str, steps: int, batch: int = BATCH) -> Measured:
+def run_in(lab: Lab, speed: str, command: str, steps: int, batch: int = BATCH, task: str = TASK) -> Measured:
     """Train in the lab at a speed."""
     rate = parse_bandwidth(speed)
     lab.reshape(bandwidth=rate)
     algorithm, *flags = shlex.split(command)
-    fixed = ["--task", TASK, "--batch", str(batch), "--steps", str(steps), "--timeout", "600s"]
+    fixed = ["--task", task, "--batch", str(batch), "--steps", str(steps), "--timeout", "600s"]
     fixed += ["--eval-every", "0", "--checkpoint-every", "0"]
     with tempfile.TemporaryDirectory() as folder:
         train = ["-m", "thinwire", "train", "--algorithm", algorithm, *fixed, *flags, "--out", f"{folder}/run"]
         job = lab.run([sys.executable, *train], env={"THINWIRE_FIGURES": folder, "OMP_NUM_THREADS": "1"}, timeout=1200)
-        return Measured(speed, lab.rates, tuple(train[1:]), job.seconds, job.counters, read_figures(Path(folder), WORKERS))
+        return Measured(speed, lab.rates, tuple(train[1:]), job.seconds, job.counters, read_figures(Path(folder), lab.workers))
 
 
 def row_of(way: Way, speed: str, measured: Measured, *, alone: float, free: float) -> dict[str, Any]:

@@ -18,9 +18,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 NETWORK = {"bandwidth": 100e6, "latency": 0.02}
 INSIDE = {"bandwidth": 10e9}
@@ -39,6 +39,7 @@ class Route:
         algorithm: what is run.
         settings: of the algorithm.
         wire: its codec in words; its own by default.
+        route: what becomes of messages that the wire cannot average.
         sites: whether workers are grouped into sites of up to `MEMBERS`.
     """
 
@@ -46,12 +47,14 @@ class Route:
     algorithm: str
     settings: dict[str, Any] = field(default_factory=dict)
     wire: str | None = None
+    route: Literal["gather", "owners"] = "gather"
     sites: bool = False
 
 
 ROUTES = (
     Route("ddp", "data-parallel"),
     Route("gather", "demo"),
+    Route("owners", "demo", route="owners"),
     Route("two-level", "demo", sites=True),
 )
 
@@ -77,6 +80,7 @@ def run(route: Route, workers: int, task: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     members = members_of(route, workers)
     config = RunConfig(algorithm=route.algorithm, task=task, workers=workers, steps=STEPS, batch=1, wire=route.wire)
+    config = replace(config, route=route.route)
     config = RunConfig(**{**asdict(config), "settings": dict(route.settings)})
     sites = workers // members if route.sites else None
     world = World(workers, network=Network(**NETWORK), step_time=STEP_TIME, sites=sites, inside=Network(**INSIDE))

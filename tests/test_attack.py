@@ -253,6 +253,19 @@ def _gathered_round(link: Link) -> tuple[str, str]:
     return kind, said
 
 
+def _owned_round(link: Link) -> tuple[str, str]:
+    kind, said, finite = _training(link, "round", garbage, 0, codec=DCT(8) >> TopK(5), route="owners")
+    assert all(finite), "nothing was applied"
+    return kind, said
+
+
+def _owner(link: Link) -> tuple[str, str]:
+    """One that sends noise for the mean of its share."""
+    kind, said, finite = _training(link, "back", garbage, 0, codec=DCT(8) >> TopK(5), route="owners")
+    assert all(finite), "nothing was applied"
+    return kind, said
+
+
 def _pace(link: Link, value: float) -> tuple[str, str]:
     kind, said, _ = _training(link, "pace", number(value), 0, pace="speed")
     return kind, said
@@ -398,7 +411,8 @@ def _metrics(link: Link) -> tuple[str, str]:
 
 
 ATTACKS: dict[str, list[tuple[Callable[..., tuple[str, str]], tuple[Any, ...], type[Exception] | str]]] = {
-    "round": [(_round, (), NonFiniteRound), (_gathered_round, (), WireError)],
+    "round": [(_round, (), NonFiniteRound), (_gathered_round, (), WireError), (_owned_round, (), WireError)],
+    "back": [(_owner, (), WireError)],
     "alarm": [(_alarm, (), Diverged)],
     "buffers": [(_buffers, (), "True")],
     "mean model": [(_mean_model, (), NonFiniteRound)],

@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Algorithm": "thinwire.core.optimizer",
     "Policy": "thinwire.core.policy",
+    "Owners": "thinwire.core.route",
     "Wrapper": "thinwire.core.wrapper",
     "DataParallel": "thinwire.algorithms",
     "DeMo": "thinwire.algorithms",
@@ -117,6 +118,7 @@ if TYPE_CHECKING:
     from thinwire.core.outgoing import Arrived, Outgoing
     from thinwire.core.policy import Policy
     from thinwire.core.replicas import broadcast
+    from thinwire.core.route import Owners
     from thinwire.core.wrapper import Wrapper
     from thinwire.links import (
         ElasticLink,

@@ -7,9 +7,12 @@ fewest bytes. With M workers and a message of N bytes each,
     gather (all-gather): sends   N (M-1)   bytes in   (M-1) hops
     broadcast:           sends   N         bytes in   (M-1) hops, from worker 0 down the line
 
-Workers that swap messages two by two need no ring, and the others do not matter:
+Workers that swap messages two by two need no ring, and the others do not matter; nor does a message of which each worker gets
+a part of its own, or that goes straight to all:
 
     pair:                sends   N         bytes in      1  hop; nothing without a partner
+    deal  (all-to-all):  sends   N         bytes in      1  hop, without the part that a worker deals to itself
+    spread:              sends   N (M-1)   bytes in      1  hop
 
 No torch here, so that the command line can use it without waiting.
 """
@@ -24,7 +27,7 @@ from typing import Literal, NamedTuple
 
 from thinwire.errors import ConfigError
 
-Op = Literal["mean", "gather", "broadcast", "pair"]
+Op = Literal["mean", "gather", "broadcast", "pair", "deal", "spread"]
 
 GOODPUT = 1448 / 1514  # of an Ethernet link: a frame of 1514 bytes has headers of Ethernet, IP and TCP with timestamps
 BACKWARD = 2 / 3  # of a step: a backward pass has twice the matrix products of a forward pass
@@ -60,6 +63,17 @@ def ring_traffic(op: Op, sizes: Sequence[int], rank: int) -> Traffic:
     return Traffic(everything - sizes[(rank + 1) % workers], everything - sizes[rank])
 
 
+def dealt_traffic(dealt: Sequence[int], due: Sequence[int], rank: int) -> Traffic:
+    """Bytes that worker `rank` sends and receives when messages are dealt.
+
+    Args:
+        dealt: length in bytes of its part for each worker; what it deals to itself does not travel.
+        due: length in bytes of what comes from each worker.
+        rank: whose traffic.
+    """
+    return Traffic(sum(dealt) - dealt[rank], sum(due) - due[rank])
+
+
 def ddp_bytes(parameters: int, workers: int, steps: int = 1) -> float:
     """Bytes that a worker sends when torch's DDP averages float32 gradients at every step: what methods are compared with.
 
@@ -71,7 +85,7 @@ def ddp_bytes(parameters: int, workers: int, steps: int = 1) -> float:
 
 def ring_hops(op: Op, workers: int) -> int:
     """Sequential messages of a ring collective, or of a pair: each costs one latency."""
-    if op == "pair":
+    if op in ("pair", "deal", "spread"):
         return min(1, workers - 1)
     return (2 if op == "mean" else 1) * (workers - 1)
 
@@ -195,17 +209,18 @@ class Network:
             sizes: message length in bytes of each worker that takes part, in rank order.
             ranks: who takes part, where not everybody does: the members of a pair.
         """
-        workers = len(sizes)
-        if workers < 2:
+        traffic = [ring_traffic(op, sizes, place) for place in range(len(sizes))]
+        return self.seconds_of(traffic, ring_hops(op, len(sizes)), ranks)
+
+    def seconds_of(self, traffic: Sequence[Traffic], hops: int, ranks: Sequence[int] | None = None) -> float:
+        """The same, of what each worker that takes part sends and receives, in so many sequential messages."""
+        if len(traffic) < 2:
             return 0.0
-        ranks = range(workers) if ranks is None else ranks
+        ranks = range(len(traffic)) if ranks is None else ranks
         up, latency = _of(self.bandwidth, ranks), _of(self.latency, ranks)
         down = up if self.down is None else _of(self.down, ranks)
-        transfer = 0.0
-        for place in range(workers):
-            sent, received = ring_traffic(op, sizes, place)
-            transfer = max(transfer, 8 * sent / up[place], 8 * received / down[place])
-        return ring_hops(op, workers) * max(latency) + transfer
+        transfer = max(max(8 * sent / up[i], 8 * received / down[i]) for i, (sent, received) in enumerate(traffic))
+        return hops * max(latency) + transfer
 
 
 class Wire:

@@ -36,6 +36,8 @@ class Payload:
         partner: of a message that is swapped in a pair, the rank to swap it with; None for a worker that has no partner.
         sender: of a message that came, the id of the worker whose it is; a link says so, whatever the message itself says.
         source: of a broadcast, the rank whose message all workers get.
+        dealt: of a message that is dealt, the length in bytes of its part for each rank, one after the other.
+        due: of a message that is dealt or spread, the length in bytes of what comes from each rank.
     """
 
     data: Tensor
@@ -45,6 +47,8 @@ class Payload:
     limit: int | None = None
     sender: int | None = None
     source: int = 0
+    dealt: tuple[int, ...] = ()
+    due: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse anything but a flat contiguous buffer."""
@@ -73,6 +77,10 @@ class Payload:
     def of(self, sender: int) -> Payload:
         """The same message as that of the worker with this id."""
         return replace(self, sender=sender)
+
+    def in_parts(self, dealt: Sequence[int], due: Sequence[int]) -> Payload:
+        """The same message, to be dealt: parts of these lengths go to the ranks, and of those come from them."""
+        return replace(self, dealt=tuple(dealt), due=tuple(due))
 
     @staticmethod
     def of_bytes(raw: bytes, *, purpose: str = "round", fixed: bool = False, limit: int | None = None) -> Payload:

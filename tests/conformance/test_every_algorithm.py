@@ -558,8 +558,8 @@ def test_metered_bytes_equal_the_formula(name: str, size: int, gather: bool, poo
             assert len(rounds) >= 2
             for exchange, nbytes in zip(rounds, expected, strict=True):
                 assert exchange.payload == nbytes
-                wire = ring_traffic(exchange.op, [nbytes] * size, rank)
-                assert (exchange.sent, exchange.received) == wire
+                if exchange.op != "deal":  # of parts that differ: tests/test_owners.py
+                    assert (exchange.sent, exchange.received) == ring_traffic(exchange.op, [nbytes] * size, rank)
 
 
 # --- An optimizer like any other -----------------------------------------------------------------------------------------

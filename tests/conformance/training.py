@@ -22,11 +22,15 @@ from thinwire.tools.config import presets
 # Every class by its name, and every preset that fixes some of a class's settings.
 FIXED: dict[str, dict[str, Any]] = {name: fixed for name, (_, fixed) in presets().items() if fixed}
 ALGORITHMS = found() | {name: found()[presets()[name][0]] for name in FIXED}
+# Methods whose messages owners average.
+OWNED: dict[str, str] = {"demo": "DCT(4) >> TopK(2) >> Sign()", "streaming-diloco": "ternary", "mt-dao": "fp4"}
+FIXED |= {f"{name}-by-owners": {"wire": wire, "route": "owners"} for name, wire in OWNED.items()}
+ALGORITHMS |= {f"{name}-by-owners": found()[name] for name in OWNED}
 NAMES = list(ALGORITHMS)
 
 
 def named(chosen: Callable[[str], bool] = lambda _: True) -> list[Any]:
-    """Those of `NAMES` that are chosen, for `parametrize`. Presets are slow: a quick test has each class."""
+    """Those of `NAMES` that are chosen, for `parametrize`. Presets and owners are slow: a quick test has each class."""
     return [name if name in found() else pytest.param(name, marks=pytest.mark.slow) for name in NAMES if chosen(name)]
 
 

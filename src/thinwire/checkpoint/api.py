@@ -37,10 +37,10 @@ from thinwire.checkpoint.files import (
     write_sums,
     write_tensors,
 )
-from thinwire.checkpoint.layout import coded_names, coded_slot, flat_state, parameter_names, region_for
+from thinwire.checkpoint.layout import coded_names, coded_slot, flat_state, parameter_names, region_for, whole_region
 from thinwire.checkpoint.names import buffers_of, parameters_of, unwrapped
 from thinwire.checkpoint.processes import Processes
-from thinwire.checkpoint.resize import fill_for_another_world, fill_for_other_shards, taken_from_first
+from thinwire.checkpoint.resize import fill_for_another_world, fill_for_other_shards, owed_of_all, taken_from_first
 from thinwire.core.buffers import check_statistics
 from thinwire.core.optimizer import Algorithm
 from thinwire.core.phases import Phases, at_work
@@ -295,7 +295,9 @@ def _read(path: Path, model: nn.Module, whole: Algorithm | Phases, processes: Pr
         key: region_for("" if coded_slot(key, coded)[1] else name, description.tensors[key], parameters)
         for key, name in found.items()
     }
+    left_out = {} if same_world else _left_out(description, optimizer, coded)
     files = {p.file for key in found for p in pieces_for(description.tensors[key], regions[key][0], prefer)}
+    files |= {p.file for key in left_out for p in description.tensors[key].pieces}
     verify(path, sorted(files), sums)
     reader = TensorReader(path, description.about)
     parts: dict[str, Tensor] = {}
@@ -306,10 +308,18 @@ def _read(path: Path, model: nn.Module, whole: Algorithm | Phases, processes: Pr
     if same_world:
         notes = fill_for_other_shards(parts, elsewhere, names, optimizer)
     else:
-        notes = fill_for_another_world(parts, parameters, names, optimizer, description.workers)
+        stored = {key: description.tensors[key] for key in left_out}
+        owed = {place: reader.read(key, stored[key], whole_region(stored[key]), prefer) for key, place in left_out.items()}
+        notes = fill_for_another_world(parts, parameters, names, optimizer, description.workers, owed)
     state = _state_dict(parts, description, optimizer, names)
     _check_all_there(parts, state, model, optimizer)
     return _Read(description, same_world, parts, state, notes)
+
+
+def _left_out(description: Description, optimizer: Algorithm, coded: Mapping[str, str]) -> dict[str, tuple[int, str, str]]:
+    """Where all workers that wrote a checkpoint have put what they had left out as owners, of this process's shard."""
+    places = {key: owed_of_all(key, optimizer) for key in description.tensors}
+    return {key: place for key, place in places.items() if place and coded_slot(key, coded)[2] == coded[place[2]]}
 
 
 def _state_dict(

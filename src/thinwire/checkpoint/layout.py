@@ -108,7 +108,12 @@ def region_for(name: str, stored: Stored, parameters: Mapping[str, Tensor]) -> t
         raise CheckpointError(f"the checkpoint's parameter {owner!r} of shape {stored.shape} {have}")
     if like is not None and tuple(like.shape) == stored.shape and section in ("param", "state"):
         return region_of(like.detach()), like
-    return Region(stored.shape, (0,) * len(stored.shape), stored.shape), None
+    return whole_region(stored), None
+
+
+def whole_region(stored: Stored) -> Region:
+    """All of a stored tensor."""
+    return Region(stored.shape, (0,) * len(stored.shape), stored.shape)
 
 
 def _as_tensor(value: object, key: str) -> Tensor:

@@ -19,6 +19,16 @@ def taken_from_first(key: str, optimizer: Algorithm) -> bool:
     return owner == "replicated" or section in ("buffer", "extra") or optimizer.joiner_copies(kind)
 
 
+def owed_of_all(key: str, optimizer: Algorithm) -> tuple[int, str, str] | None:
+    """Of a key that holds what an owner has left out: the owner, the name of the parameter and the slot; None of any other."""
+    owner, _, rest = key.partition("/state/")
+    name, _, slot = rest.rpartition("/")
+    slot = slot.partition("@")[0]
+    if slot not in optimizer.owed_slots or not owner.removeprefix("worker").isdecimal():
+        return None
+    return int(owner.removeprefix("worker")), name, slot
+
+
 def fill_for_other_shards(
     parts: dict[str, Tensor], elsewhere: set[str], names: Mapping[int, str], optimizer: Algorithm
 ) -> list[str]:
@@ -39,8 +49,18 @@ def fill_for_another_world(
     names: Mapping[int, str],
     optimizer: Algorithm,
     workers: int,
+    owed: Mapping[tuple[int, str, str], Tensor],
 ) -> list[str]:
-    """Complete what replicated state alone does not hold; says what was re-initialised."""
+    """Complete what replicated state alone does not hold; says what was re-initialised.
+
+    Args:
+        parts: by name; completed in place.
+        parameters: of the model.
+        names: of the parameters by their number in the state dict.
+        optimizer: that will load it.
+        workers: how many wrote it.
+        owed: what each of them had left out as an owner, by worker, name and slot.
+    """
     notes = []
     if optimizer.joiner_copies("param"):
         notes.append("all workers start from the parameters of the first, and from its averaged states")
@@ -51,6 +71,7 @@ def fill_for_another_world(
             if f"param/{name}" not in parts:  # frozen parameters are there already
                 parts[f"param/{name}"] = parts.get(f"state/{name}/anchor", p.detach())
         notes.append(f"all workers start from the parameters that the {workers} workers agreed on last")
+    notes += _deal_again(parts, owed, names, optimizer, workers)
     fresh = optimizer.state_dict()["state"]
     lost = set()
     for index, name in names.items():
@@ -66,3 +87,21 @@ def fill_for_another_world(
     if lost:
         notes.append(f"re-initialised, since it was each worker's own: {', '.join(sorted(lost))}")
     return notes
+
+
+def _deal_again(
+    parts: dict[str, Tensor],
+    owed: Mapping[tuple[int, str, str], Tensor],
+    names: Mapping[int, str],
+    optimizer: Algorithm,
+    workers: int,
+) -> list[str]:
+    """Give this worker, as an owner of other blocks, what the owners before it have left out of them."""
+    dealt = set()
+    for slot, deal in optimizer.redealt(workers).items():
+        for index, again in deal.items():
+            before = [owed.get((worker, names[index], slot)) for worker in range(workers)]
+            if all(t is not None for t in before):
+                parts[f"state/{names[index]}/{slot}"] = again([t for t in before if t is not None])
+                dealt.add(slot)
+    return [f"dealt to the owners of today: {', '.join(sorted(dealt))}"] if dealt else []

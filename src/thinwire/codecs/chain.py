@@ -287,9 +287,11 @@ class Chain(Stages, Codec):
         encoded = self.encode_tensors(tensors, round=round)
         return encoded.payload, encoded.finite
 
-    def encode_tensors(self, tensors: Sequence[Tensor] | Made, *, round: int = 0) -> Encoded:
+    def encode_tensors(
+        self, tensors: Sequence[Tensor] | Made, *, round: int = 0, write: encoder.Write | None = None
+    ) -> Encoded:
         """As `encode`, with what receivers will read; of tensors that are made piece by piece too."""
-        return encoder.encode_tensors(self, tensors, round=round)
+        return encoder.encode_tensors(self, tensors, round=round, write=write)
 
     def encode_slots(
         self,
@@ -300,6 +302,7 @@ class Chain(Stages, Codec):
         decay: PerTensor = 1.0,
         scale: PerTensor | None = None,
         made: Made | None = None,
+        write: encoder.Write | None = None,
     ) -> Encoded:
         """The message of tensors that live in the domain of the transform.
 
@@ -311,8 +314,9 @@ class Chain(Stages, Codec):
             scale: where it is given, `accumulate(slots, like, decay=decay, scale=scale)` comes first, in the same pass;
                 else the slots are not changed.
             made: what is accumulated instead of `like`, made piece by piece.
+            write: what writes the bytes, where they are not one message; see `codecs.deal`.
         """
-        return encoder.encode_slots(self, slots, like, round=round, decay=decay, scale=scale, made=made)
+        return encoder.encode_slots(self, slots, like, round=round, decay=decay, scale=scale, made=made, write=write)
 
     def decode(self, payload: Payload, like: Sequence[Tensor], *, round: int = 0) -> list[Tensor]:
         """The tensors that a message says."""

@@ -7,6 +7,7 @@ exactly what the receivers will read.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -103,6 +104,9 @@ class _Coefficients:
 
 
 _Source = Callable[[Piece, int, _Workspace], _Coefficients]  # of a piece that begins at this entry of its batch
+Chosen = tuple[NDArray[np.integer] | None, Floats]  # of a group: which entries of each block, and their values, [blocks, k]
+# Writes what was chosen of each group, and the tensors that are sent whole: the bytes, and what receivers read of each.
+Write = Callable[[list[Chosen], Floats], tuple[list[Bytes], list[Floats], Floats]]
 
 
 # --- Into the domain of the transform ------------------------------------------------------------------------------------
@@ -168,7 +172,7 @@ def _blend(out: Tensor, x: Tensor, decay: float, scale: float) -> None:
 # --- The message ---------------------------------------------------------------------------------------------------------
 
 
-def encode_tensors(chain: Stages, tensors: Sequence[Tensor] | Made, *, round: int = 0) -> Encoded:
+def encode_tensors(chain: Stages, tensors: Sequence[Tensor] | Made, *, round: int = 0, write: Write | None = None) -> Encoded:
     """The message of tensors as they are, or as they are made."""
     like = tensors.sources[0] if isinstance(tensors, Made) else tensors
 
@@ -176,7 +180,16 @@ def encode_tensors(chain: Stages, tensors: Sequence[Tensor] | Made, *, round: in
         out = work.second[start : start + math.prod(piece.shape)].view(piece.shape)
         return _Coefficients(out, padded(piece, piece_of(tensors, piece), work.copy))
 
-    return _encode(chain, tensors, plan_of(chain, shapes_of(like)), source, round)
+    return _encode(chain, tensors, plan_of(chain, shapes_of(like)), source, round, write)
+
+
+def encode_share(chain: Stages, slots: Sequence[Tensor], plan: Plan, *, round: int = 0) -> Encoded:
+    """The message of slots as they are, by a plan of their own."""
+
+    def source(piece: Piece, start: int, work: _Workspace) -> _Coefficients:  # noqa: ARG001
+        return _Coefficients(piece.of_slot(slots[piece.grid.index]))
+
+    return _encode(chain, slots, plan, source, round)
 
 
 def encode_slots(
@@ -188,6 +201,7 @@ def encode_slots(
     decay: PerTensor = 1.0,
     scale: PerTensor | None = None,
     made: Made | None = None,
+    write: Write | None = None,
 ) -> Encoded:
     """The message of tensors that live in the domain of the transform, after an accumulation where `scale` is given."""
     tensors = like if made is None else made
@@ -195,7 +209,7 @@ def encode_slots(
         _check_slots(slots, slot_shapes(chain, like))
         if scale is not None:
             accumulate(chain, slots, list(tensors), decay=decay, scale=scale)
-        return encode_tensors(chain, slots, round=round)
+        return encode_tensors(chain, slots, round=round, write=write)
     plan = plan_of(chain, shapes_of(like))
     _check_slots(slots, plan.layout.slot_shapes())
     decay, scale = per_tensor(decay, len(like)), None if scale is None else per_tensor(scale, len(like))
@@ -210,23 +224,40 @@ def encode_slots(
     if scale is not None:
         for i in plan.layout.dense:
             _blend(slots[i], tensors[i].detach().to(slots[i].dtype), decay[i], scale[i])
-    return _encode(chain, slots, plan, source, round)
+    return _encode(chain, slots, plan, source, round, write)
 
 
-def _encode(chain: Stages, tensors: Sequence[Tensor] | Made, plan: Plan, source: _Source, round: int) -> Encoded:
-    chosen: list[tuple[NDArray[np.integer] | None, Floats]] = []  # of each group so far: which entries, and their values
-    read: dict[int, list[Floats]] = {n: [] for n in range(-1, len(plan.layout.groups))}
+def _encode(
+    chain: Stages,
+    tensors: Sequence[Tensor] | Made,
+    plan: Plan,
+    source: _Source,
+    round: int,
+    write: Write | None = None,
+) -> Encoded:
     device = (tensors.sources[0] if isinstance(tensors, Made) else tensors)[0].device if len(tensors) else torch.device("cpu")
     dense = [tensors[i].detach().reshape(-1).float().cpu() for i in plan.layout.dense]
     whole = torch.cat(dense).numpy() if dense else np.empty(0, np.float32)
+    chosen = [_keep(chain, group, chain.selection.count(group.L), source, device, round) for group in plan.layout.groups]
+    written, read, sent = (write or functools.partial(_write, chain, plan))(chosen, whole)
+    kept = [Kept(indices, back.reshape(values.shape)) for (indices, values), back in zip(chosen, read, strict=True)]
+    finite = all(bool(np.isfinite([r.min(), r.max()]).all()) for r in [sent, *(k.values for k in kept)] if r.size)
+    body = torch.from_numpy(_joined(written, np.uint8)).to(device)
+    if chain.linear:
+        assert chain.values.wire_dtype is not None
+        body = body.view(chain.values.wire_dtype) if body.numel() else body.to(chain.values.wire_dtype)
+    return Encoded(Payload(body), finite, kept, torch.from_numpy(sent), chain, plan, round)
+
+
+def _write(chain: Stages, plan: Plan, chosen: list[Chosen], whole: Floats) -> tuple[list[Bytes], list[Floats], Floats]:
+    """All parts of a message, one after the other: see `Write`."""
+    read: dict[int, list[Floats]] = {n: [] for n in range(-1, len(plan.layout.groups))}
     written: list[Bytes] = []
     for part in plan.parts:
         pieces: list[Bytes] = []
         for section in part.sections:
             values = whole
             if section.group is not None:
-                if section.number == len(chosen):  # a group's sections follow one another
-                    chosen.append(_keep(chain, section.group, section.k, source, device, round))
                 indices, values = chosen[section.number]
                 if section.code is not None and indices is not None:
                     pieces.append(section.code.encode(indices[section.first : section.last]))
@@ -237,23 +268,14 @@ def _encode(chain: Stages, tensors: Sequence[Tensor] | Made, plan: Plan, source:
         if part.header:
             written.append(np.frombuffer(with_checksum(part.header, pieces), np.uint8))
         written += pieces
-    kept = [Kept(indices, _joined(read[number]).reshape(values.shape)) for number, (indices, values) in enumerate(chosen)]
-    sent = _joined(read[-1])
-    finite = all(bool(np.isfinite([r.min(), r.max()]).all()) for r in [sent, *(k.values for k in kept)] if r.size)
-    body = torch.from_numpy(_joined(written, np.uint8)).to(device)
-    if chain.linear:
-        assert chain.values.wire_dtype is not None
-        body = body.view(chain.values.wire_dtype) if body.numel() else body.to(chain.values.wire_dtype)
-    return Encoded(Payload(body), finite, kept, torch.from_numpy(sent), chain, plan, round)
+    return written, [_joined(read[number]) for number in range(len(chosen))], _joined(read[-1])
 
 
 def _joined(arrays: list[NDArray], dtype: type = np.float32) -> NDArray:
     return arrays[0] if len(arrays) == 1 and dtype is np.float32 else np.concatenate([np.empty(0, dtype), *arrays])
 
 
-def _keep(
-    chain: Stages, group: Group, k: int, source: _Source, device: torch.device, round: int
-) -> tuple[NDArray[np.integer] | None, Floats]:
+def _keep(chain: Stages, group: Group, k: int, source: _Source, device: torch.device, round: int) -> Chosen:
     """Which entries of each block of a group, and their values."""
     fast = chain.kernels(group.h, group.w, device)
     batches = group.batches_of(_HOT if fast else BATCH)

@@ -177,24 +177,24 @@ def plan_of(stages: Stages, shapes: tuple[Shape, ...]) -> Plan:
 
     layout = Layout.of(shapes, stages.transform, whole)
     dense = Layout.of(shapes, stages.transform, lambda *_: True)
-    plan = _plan(stages, layout, 1)
+    plan = plan_for(stages, layout)
     # Rounding up to bytes can make many small sections longer than the whole: never more bytes than without a selection.
-    if plan.nbytes > (all_whole := _plan(stages, dense, 1)).nbytes:
+    if plan.nbytes > (all_whole := plan_for(stages, dense)).nbytes:
         layout, plan = dense, all_whole
-    return plan if stages.parts == 1 else _plan(stages, layout, stages.parts)
+    return plan if stages.parts == 1 else plan_for(stages, layout, stages.parts)
 
 
-def _plan(stages: Stages, layout: Layout, parts: int) -> Plan:
-    """A plan with at most so many parts."""
-    made, at = [], 0
+def plan_for(stages: Stages, layout: Layout, parts: int = 1, *, headers: bool = True) -> Plan:
+    """A plan with at most so many parts of tensors that are laid out already; their headers can be left out."""
+    made, at, headers = [], 0, headers and not stages.linear
     for first, last in itertools.pairwise(_borders(stages, layout, parts)):
-        start, at = at, at if stages.linear else at + PART_NBYTES
+        start, at = at, at + PART_NBYTES * headers
         body, sections = at, []
         for section in _sections(stages, layout, first, last, at):
             sections.append(section)
             at = section.stop
         codes = sum({1 << INDEX_CODES.number(type(s.code)) for s in sections if s.code is not None})
-        header = b"" if stages.linear else part_header(first, last - first, at - body, stages.values.number, codes)
+        header = part_header(first, last - first, at - body, stages.values.number, codes) if headers else b""
         made.append(Part(first, last - first, start, at, header, tuple(sections)))
     return Plan(layout, tuple(made))
 

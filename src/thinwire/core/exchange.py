@@ -1,7 +1,8 @@
 """Exchange: where codec meets link. One message per worker and round, checked from end to end before anything is applied.
 
 `Outgoing` says what a worker sends: tensors, or a slot in the domain of a transform; with which codec, mean and weight. `post`
-puts it on its way and gives an `Exchange`, whose `wait()` returns what `Arrived`. There are two kinds:
+puts it on its way and gives an `Exchange`, whose `wait()` returns what `Arrived`. There are two kinds here (a third, whose
+messages are averaged by owners, is in `owners`):
 
 * `Reduced`: codecs whose messages may be averaged on the wire. One status number per worker stands behind the values (and the
   weight, where workers have one). A worker whose contribution is invalid sends zeros and raises its number: the mean tells
@@ -29,6 +30,7 @@ from thinwire.codecs.chain import Chain, Encoded, Stage
 from thinwire.codecs.decoded_once import DecodedOnce
 from thinwire.codecs.decoder import Received
 from thinwire.codecs.dense import Dense
+from thinwire.codecs.encoder import Write
 from thinwire.codecs.made import Made
 from thinwire.codecs.wire import PART_NBYTES, Envelope, fingerprint, read_flags, seal, unseal
 from thinwire.core.outgoing import Arrived, Outgoing
@@ -63,6 +65,8 @@ class Exchange(ABC):
         largest: a value larger than this makes a contribution invalid.
         missing: ask the others for an earlier round that this worker could not read; of gathered messages.
     """
+
+    write: Write | None = None  # what writes a message, where it is not to be read as a whole
 
     def __init__(
         self,
@@ -100,16 +104,15 @@ class Exchange(ABC):
         """The message around a body, and what the link does with it."""
 
     @abstractmethod
-    def _open(self, payloads: list[Payload]) -> tuple[list[Payload], list[float] | None, list[int]]:
-        """The bodies, the workers' weights where they have any, and the ids of those whose contribution is invalid."""
+    def read(self, payloads: list[Payload]) -> Arrived:
+        """What the messages that came say, checked from end to end."""
 
-    @abstractmethod
-    def _decode(self, bodies: list[Payload], weights: list[float] | None) -> tuple[Arrived, bool]:
-        """What arrived, and whether it is finite."""
+    def commit(self) -> None:  # noqa: B027 (most exchanges leave nothing behind)
+        """Told when all workers are about to apply the round."""
 
-    def _told_invalid(self, payloads: list[Payload]) -> list[int]:  # noqa: ARG002
-        """Of messages that cannot be read as a whole: ids of those who say that their contribution is invalid."""
-        return []
+    def wait(self) -> Arrived:
+        """What all workers sent, checked from end to end: see `read`."""
+        return self.read(self.ticket.wait())
 
     @property
     def spare(self) -> int:
@@ -147,7 +150,7 @@ class Exchange(ABC):
     def _encode_made(self, made: Made, largest: float) -> tuple[Payload, bool]:
         """Of tensors that are made piece by piece; what receivers read of them is decoded when it is asked for."""
         chain = Chain.of(self.codec)
-        encoded = chain.encode_tensors(made, round=self.round)
+        encoded = chain.encode_tensors(made, round=self.round, write=self.write)
         finite = encoded.finite and all_finite(made.runs(), largest)
         self.outgoing, self.codec, self.encoded = replace(self.outgoing, tensors=self.like), chain, encoded
         return encoded.payload, bool(self.outgoing.invalid) or not finite
@@ -164,7 +167,8 @@ class Exchange(ABC):
         slots, tensors, made = out.slots, out.tensors, None if invalid else out.made  # to make them may change other slots
         if made is not None and _takes_whole_tensors(self.codec):
             tensors, made = list(made), None
-        encoded = chain.encode_slots(slots, tensors, round=self.round, decay=out.decay, scale=scale, made=made)
+        how = {"decay": out.decay, "scale": scale, "made": made, "write": self.write}
+        encoded = chain.encode_slots(slots, tensors, round=self.round, **how)
         if not encoded.finite and scale is not None:  # finite numbers so large that their transform is not: they must not stay
             zero_invalid_(slots)
         # They are in the slots by now: no copy of the model travels along.
@@ -175,9 +179,32 @@ class Exchange(ABC):
             body = body.like(torch.cat([data, data.new_zeros(self.spare)]))
         return body, invalid or not encoded.finite
 
-    def wait(self) -> Arrived:
-        """What all workers sent, checked from end to end: see `read`."""
-        return self.read(self.ticket.wait())
+    def _refusal(self, culprits: list[int]) -> NonFiniteRound:
+        named, pair = [r for r in culprits if r >= 0], self.outgoing.pair
+        reason = "the sum of all contributions overflowed" if culprits else "another shard of this worker refused it"
+        if named:
+            reason = f"NaN or Inf in the contribution of {', '.join(f'rank {r}' for r in named)}"
+        together = f"on all {self.peers.size} workers" if pair is None else f"by rank {' and rank '.join(map(str, pair))}"
+        return NonFiniteRound(f"round {self.round} refused {together}: {reason}", culprits=named)
+
+    def _arrived(self, ids: tuple[int, ...], **result: Any) -> Arrived:
+        return Arrived(ids, self.peers.id in ids, self.outgoing, self.sent, _encoded=self.encoded, **result)
+
+
+class Direct(Exchange):
+    """Messages that every worker reads itself, or whose mean it does."""
+
+    @abstractmethod
+    def _open(self, payloads: list[Payload]) -> tuple[list[Payload], list[float] | None, list[int]]:
+        """The bodies, the workers' weights where they have any, and the ids of those whose contribution is invalid."""
+
+    @abstractmethod
+    def _decode(self, bodies: list[Payload], weights: list[float] | None) -> tuple[Arrived, bool]:
+        """What arrived, and whether it is finite."""
+
+    def _told_invalid(self, payloads: list[Payload]) -> list[int]:  # noqa: ARG002
+        """Of messages that cannot be read as a whole: ids of those who say that their contribution is invalid."""
+        return []
 
     def read(self, payloads: list[Payload]) -> Arrived:
         """What the messages of all workers say, checked from end to end.
@@ -203,19 +230,8 @@ class Exchange(ABC):
             raise error or WireError("another shard of this worker could not read its messages")
         raise self._refusal(culprits)
 
-    def _refusal(self, culprits: list[int]) -> NonFiniteRound:
-        named, pair = [r for r in culprits if r >= 0], self.outgoing.pair
-        reason = "the sum of all contributions overflowed" if culprits else "another shard of this worker refused it"
-        if named:
-            reason = f"NaN or Inf in the contribution of {', '.join(f'rank {r}' for r in named)}"
-        together = f"on all {self.peers.size} workers" if pair is None else f"by rank {' and rank '.join(map(str, pair))}"
-        return NonFiniteRound(f"round {self.round} refused {together}: {reason}", culprits=named)
 
-    def _arrived(self, ids: tuple[int, ...], **result: Any) -> Arrived:
-        return Arrived(ids, self.peers.id in ids, self.outgoing, self.sent, _encoded=self.encoded, **result)
-
-
-class Reduced(Exchange):
+class Reduced(Direct):
     """Messages that are averaged on the wire."""
 
     @property
@@ -253,7 +269,7 @@ class Reduced(Exchange):
         return self._arrived(ids, _received=received), received.safe
 
 
-class Gathered(Exchange):
+class Gathered(Direct):
     """Messages that all workers, or both of a pair, send to each other."""
 
     @functools.cached_property

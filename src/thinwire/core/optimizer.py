@@ -20,8 +20,8 @@ from thinwire.codecs.base import check_codec
 from thinwire.core import gates
 from thinwire.core.buffers import Buffers
 from thinwire.core.elastic import ElasticEngine
-from thinwire.core.joining import JoiningOptimizer
 from thinwire.core.outgoing import Arrived, Outgoing
+from thinwire.core.owning import OwningOptimizer
 from thinwire.core.pace import Pace
 from thinwire.core.policy import Policy, PolicyOptions
 from thinwire.core.replicas import drift
@@ -40,7 +40,7 @@ from thinwire.sharding.shards import local
 __all__ = ["Algorithm", "Policy", "PolicyOptions", "Start"]
 
 
-class Algorithm(JoiningOptimizer, Reporting):
+class Algorithm(OwningOptimizer, Reporting):
     """Base of all methods that own their update rule; `Wrapper` is the base of those around an inner optimizer.
 
     Args:
@@ -105,6 +105,7 @@ class Algorithm(JoiningOptimizer, Reporting):
         super().__init__(params, defaults or {}, codec=codec, slots=slots or {}, settings=settings or {})
         self._set_whose()
         self.site = None if link.two_level is None else Site(self, link.two_level)
+        self.choose_route(self.policy.route)
         self.engine = (RoundEngine if link.elastic is None else ElasticEngine)(self, self.policy, tau)
 
     # --- What a method writes ------------------------------------------------------------------------------------------
@@ -204,8 +205,11 @@ class Algorithm(JoiningOptimizer, Reporting):
     def message_sizes(self) -> list[int]:
         """Length in bytes of one worker's message of each kind of round; of a full one where there are no fragments."""
         messages, workers = [self.message_of(due) for due in self.kinds_of_rounds()], self.link.peers().size
-        gathered = self.link.elastic is not None
-        return [0 if out is None else out.nbytes(workers, gathered=gathered) for out in messages]
+        gathered, found = self.link.elastic is not None, []
+        for due, out in zip(self.kinds_of_rounds(), messages, strict=True):
+            halves = None if out is None else self.owned_nbytes(out, due)
+            found.append(sum(halves.up) if halves else 0 if out is None else out.nbytes(workers, gathered=gathered))
+        return found
 
     @torch.no_grad()
     def message_of(self, due: tuple[int, ...], *, round: int | None = None) -> Outgoing | None:
@@ -266,7 +270,9 @@ class Algorithm(JoiningOptimizer, Reporting):
 
     def fingerprint(self) -> dict[str, object]:
         """All that must agree on every worker, down to the values of replicated state; of this process's shards."""
-        policy = asdict(replace(self.policy, buffers=(), give_up_after=self.give_up_after, buffers_every=self.buffers_every))
+        settled = replace(self.policy, buffers=(), route="gather", give_up_after=self.give_up_after)
+        policy = asdict(replace(settled, buffers_every=self.buffers_every))
+        policy |= {"route": "gather" if self.owners is None else repr(self.owners)}
         return {
             "algorithm": type(self).__name__,
             "schedule": repr(self.schedule),

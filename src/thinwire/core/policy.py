@@ -8,6 +8,7 @@ from typing import Literal, TypedDict
 
 from torch import Tensor
 
+from thinwire.core.route import Route, check_route
 from thinwire.errors import ConfigError, check_choice, check_whole_number
 
 
@@ -26,6 +27,9 @@ class Policy:
         on_divergence: when that comparison fails, "raise" or "warn".
         buffers: what is not trained but should be the same everywhere, averaged in float32 after rounds:
             `thinwire.running_statistics(model)` where a model has BatchNorm.
+        route: how messages that cannot be averaged on the wire reach all workers: "gather" sends each one to all, so that bytes
+            grow with the number of workers; "owners" has each worker average its share of the blocks and send that to all, so
+            that they do not; "auto" takes what sends fewer bytes. An `Owners` has its settings.
         buffers_every: rounds between averagings of BatchNorm statistics (`buffers`); 0 means every round for methods with local
             steps, and every 32nd for those that exchange at every step. `finish()` always does it.
     """
@@ -37,6 +41,7 @@ class Policy:
     on_divergence: Literal["raise", "warn"] = "raise"
     buffers: Iterable[Tensor] = ()
     buffers_every: int = 0
+    route: Route = "gather"
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -47,6 +52,7 @@ class Policy:
             check_whole_number("give_up_after", self.give_up_after, least=0)
         check_whole_number("alarm_every", self.alarm_every, least=0)
         check_whole_number("buffers_every", self.buffers_every, least=0)
+        check_route(self.route)
 
     @staticmethod
     def of(options: PolicyOptions) -> Policy:
@@ -70,4 +76,5 @@ class PolicyOptions(TypedDict, total=False):
     on_divergence: Literal["raise", "warn"]
     buffers: Iterable[Tensor]
     buffers_every: int
+    route: Route
     policy: Policy | None

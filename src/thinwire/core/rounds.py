@@ -30,6 +30,7 @@ from thinwire.core import gates
 from thinwire.core.exchange import Exchange, Gathered, post
 from thinwire.core.hashing import hash_tensors
 from thinwire.core.outgoing import Arrived
+from thinwire.core.owners import Owned
 from thinwire.core.policy import Policy
 from thinwire.core.refusals import Refusals
 from thinwire.core.replicas import compare_replicas, resync
@@ -157,7 +158,12 @@ class RoundEngine:
         flight.due, flight.peers = opt.due, opt.peers
         missing = self.tau > 0 and self.resend.missing
         how = {"any_shard": opt.shards.any, "largest": LARGEST, "missing": missing}
-        flight.exchange = post(opt.link, out, peers=opt.peers, round=flight.number, **how)
+        how |= {"peers": opt.peers, "round": flight.number}
+        owners = None if out.codec.linear or opt.peers.size < 2 else opt.owners
+        if owners is None:
+            flight.exchange = post(opt.link, out, **how)
+        else:
+            flight.exchange = Owned(opt.link, out, owners=owners, **opt.owned(flight.which), **how)
         if self.tau:
             self.resend.remember(flight.number, flight.exchange)
 
@@ -228,6 +234,8 @@ class RoundEngine:
         if opt.pace is not None and arrived.included:
             opt.pace.committed()
         opt.committed()
+        if flight.exchange is not None:
+            flight.exchange.commit()
         with opt.watch.measured(opt, flight.which), self.writing():
             opt.apply(replace(arrived, which=flight.which, last=flight.last))
         flight.exchange = None  # it holds messages as long as the model, and `current` would keep it until the next round

@@ -19,9 +19,9 @@ from thinwire.sharding.shards import Shards, local, reshard
 
 log = logging.getLogger("thinwire")
 
-# What a state slot begins as: zeros like the parameter, a copy of it, zeros in the domain of the codec's transform, one zero,
-# or what a function makes of the parameter (None: it has no such slot).
-Start = Literal["zeros", "param", "coded", "count"] | Callable[[Tensor], Tensor | None]
+# What a state slot begins as: zeros like the parameter, a copy of it, zeros in the domain of the codec's transform, of all
+# blocks or of those that this worker owns, one zero, or what a function makes of the parameter (None: it has no such slot).
+Start = Literal["zeros", "param", "coded", "owed", "count"] | Callable[[Tensor], Tensor | None]
 
 COUNTERS = ("thinwire_step", "thinwire_round", "thinwire_synced")
 WHOSE = ("thinwire_worker", "thinwire_workers")  # of a state dict: the id of its worker, and how many there were
@@ -198,7 +198,7 @@ class SlotOptimizer(Optimizer):
                         state[name] = made
                 elif start == "count" and self.wants(name, group):
                     state[name] = torch.tensor(0.0)
-                elif start != "coded" and self.wants(name, group):
+                elif start not in ("coded", "owed") and self.wants(name, group):
                     state[name] = p.detach().to(wide, copy=True) if start == "param" else torch.zeros_like(p, dtype=wide)
         self._make_coded()
         self.handshake_done = False

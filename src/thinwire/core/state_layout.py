@@ -79,7 +79,7 @@ class StateLayout:
 def state_layout(optimizer: Algorithm) -> StateLayout:
     """Which entries the state dict of an optimizer has for each parameter, and whose they are."""
     trained = {id(p) for p in optimizer._active}
-    coded = [name for name, start in optimizer._slots.items() if start == "coded"]
+    coded = [name for name, start in optimizer._slots.items() if start in ("coded", "owed")]
     saved = optimizer.state_dict()["state"]
 
     def entry(key: str) -> StateEntry:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from thinwire.codecs import Codec, Dense, Parts
 from thinwire.codecs.base import check_codec
 from thinwire.core.optimizer import Algorithm
 from thinwire.core.outgoing import Arrived, Outgoing
+from thinwire.core.owning import OWED
 from thinwire.errors import ConfigError, NonFiniteRound, RoundAborted
 from thinwire.payload import zero_invalid_
 from thinwire.schedules import Schedule, as_schedule
@@ -136,6 +138,16 @@ class StateAveraging(Algorithm):
             return super().evaluated
         return "worker 0's own, which is everybody's right after an average of the parameters"
 
+    def owed_codecs(self) -> dict[str, Codec]:
+        """Of each state; parameters have a slot of the usual name."""
+        return {_owed_slot(state): state.codec for state in self.states}
+
+    def owned(self, which: Sequence[int]) -> dict[str, Any]:
+        """Every state that is due has all of them."""
+        states = self.due_states()
+        owed = [t for state in states for t in self._owed_of(_owed_slot(state), which)]
+        return {"owed": owed, "model": self.params(), "which": [*which] * len(states)}
+
     def due_states(self) -> list[State]:
         """The states of the round at hand."""
         return [self.states[i] for i in self.due]
@@ -199,6 +211,10 @@ class StateAveraging(Algorithm):
         """Everything that is bit-equal on all workers right after a round: what was just averaged, and what always is."""
         averaged = {f"averaged {s.name}": s.tensors() for s in self.due_states() if not s.feedback}
         return super().shared_state() | averaged
+
+
+def _owed_slot(state: State) -> str:
+    return OWED if state.name == "param" else f"{OWED}_{state.name}"
 
 
 def _codec_of(states: Sequence[State], *, weighted: bool) -> Codec:

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from thinwire.errors import LinkError, WireError
-from thinwire.network import Op, Traffic, ring_traffic
+from thinwire.network import Op, Traffic, dealt_traffic, ring_traffic
 from thinwire.payload import Payload, once
 
 if TYPE_CHECKING:
@@ -127,7 +129,9 @@ class Link(ABC):
             payload: this worker's message.
             op: "gather" for everyone's messages in rank order, each with its `sender`, "mean" for their element-wise mean,
                 "broadcast" for that of worker `payload.source` (the others post a message of the same length, whose contents
-                do not matter). "pair" is no collective: the
+                do not matter), "deal" for the parts that all workers have for this one (`payload.dealt`, `payload.due`), in
+                rank order, each with its `sender`; "spread" for everyone's messages as in "gather", where their lengths differ
+                and are known (`payload.due`). "pair" is no collective: the
                 message goes to `payload.partner`, whose own comes back, and no other worker is waited for. Both members get
                 [the lower rank's, the higher rank's], both of one length; a worker without a partner gets its own.
         """
@@ -162,6 +166,10 @@ class Link(ABC):
     def traffic(self, op: Op, sizes: Sequence[int]) -> Traffic:
         """Bytes that this worker sends and receives when messages of `sizes` bytes are exchanged."""
         return ring_traffic(op, sizes, self.rank)
+
+    def straight_traffic(self, dealt: Sequence[int], due: Sequence[int]) -> Traffic:
+        """Bytes that this worker sends and receives in a "deal" or "spread": see `dealt_traffic`."""
+        return dealt_traffic(dealt, due, self.rank)
 
 
 class LinkDecorator(Link):
@@ -229,10 +237,14 @@ class LinkDecorator(Link):
         """As the wrapped link counts it."""
         return self.link.traffic(op, sizes)
 
+    def straight_traffic(self, dealt: Sequence[int], due: Sequence[int]) -> Traffic:
+        """As the wrapped link counts it."""
+        return self.link.straight_traffic(dealt, due)
+
 
 def sizes_of(op: Op, result: Sequence[Payload], workers: int) -> list[int]:
     """Message lengths in bytes of all workers that took part, as the result of an exchange shows them."""
-    if op in ("gather", "pair"):
+    if op in ("gather", "pair", "deal", "spread"):
         return once(result, "sizes", lambda: [p.nbytes for p in result])
     return [result[0].nbytes] * workers
 
@@ -264,6 +276,8 @@ def members_of(payload: Payload, op: Op, rank: int, size: int) -> tuple[int, ...
     Raises:
         LinkError: for a pair that cannot be, or a message in it whose length the other does not know.
     """
+    if op in ("deal", "spread"):
+        _check_straight(payload, op, rank, size)
     if op != "pair":
         return tuple(range(size))
     if not payload.fixed:
@@ -271,6 +285,15 @@ def members_of(payload: Payload, op: Op, rank: int, size: int) -> tuple[int, ...
     if payload.partner is not None and (payload.partner == rank or not 0 <= payload.partner < size):
         raise LinkError(f"rank {rank} of {size} workers cannot be paired with rank {payload.partner}")
     return pair_of(rank, payload.partner)
+
+
+def _check_straight(payload: Payload, op: Op, rank: int, size: int) -> None:
+    """Raise a `LinkError` for a message that does not say how long its parts are, and what is due from all workers."""
+    dealt, due = payload.dealt if op == "deal" else (payload.nbytes,) * size, payload.due
+    whole = sum(dealt) == payload.nbytes if op == "deal" else not payload.dealt
+    if payload.data.dtype != torch.uint8 or len(dealt) != size or len(due) != size or not whole or dealt[rank] != due[rank]:
+        what = f"{payload.nbytes} bytes in parts of {list(payload.dealt)} bytes, with {list(due)} bytes due"
+        raise LinkError(f"rank {rank}: a {op} among {size} workers needs bytes, and lengths for each of them, got {what}")
 
 
 def pair_of(rank: int, partner: int | None) -> tuple[int, ...]:

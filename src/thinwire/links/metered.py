@@ -17,7 +17,7 @@ class Exchange:
 
     Attributes:
         purpose: "round", or "handshake" and "alarm" for the small control messages.
-        op: "mean", "gather", "broadcast" or "pair".
+        op: "mean", "gather", "broadcast", "pair", "deal" or "spread".
         payload: length of this worker's message in bytes.
         sent: bytes that left this worker, as the link's topology has it.
         received: bytes that reached it.
@@ -123,7 +123,8 @@ class _MeteredTicket(Ticket):
     def __init__(self, metered: Metered, ticket: Ticket, payload: Payload, op: Op):
         self.metered, self.ticket = metered, ticket
         self.op: Op = op
-        self.purpose, self.nbytes = payload.purpose, payload.nbytes
+        self.purpose, self.nbytes, self.due = payload.purpose, payload.nbytes, payload.due
+        self.dealt = payload.dealt or (payload.nbytes,) * len(payload.due)
         self.members = members_of(payload, op, metered.rank, metered.size)
 
     def _finish(self) -> list[Payload]:
@@ -139,5 +140,6 @@ class _MeteredTicket(Ticket):
     def _book(self, sizes: list[int], started: float) -> None:
         link = self.metered.link
         seconds = link.now() - started
-        sent, received = link.traffic(self.op, sizes)
+        straight = link.straight_traffic(self.dealt, self.due) if self.due else None
+        sent, received = straight or link.traffic(self.op, sizes)
         self.metered.meter.add(Exchange(self.purpose, self.op, self.nbytes, sent, received, seconds))

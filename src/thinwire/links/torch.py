@@ -28,7 +28,8 @@ from thinwire.payload import Payload
 
 PATIENCE = 1.0  # seconds of a wait between two looks at who has left the job
 
-_CALLED = {"mean": "all-reduce", "gather": "all-gather", "broadcast": "broadcast"}
+_CALLED = {"mean": "all-reduce", "gather": "all-gather", "broadcast": "broadcast", "deal": "all-to-all"}
+_CALLED["spread"] = _CALLED["deal"]
 
 
 class TorchLink(Link):
@@ -259,10 +260,21 @@ class _TorchTicket(Ticket):
         if self.op == "broadcast":
             source = dist.get_global_rank(group, self.payload.source) if group else self.payload.source
             return self._work(dist.broadcast(data, src=source, group=group, async_op=True))
+        if self.op in ("deal", "spread"):
+            return self._start_straight(data)
         if not self.payload.fixed:
             data = self._pad_to_longest(data)
         self.parts = [torch.empty_like(data) for _ in range(self.link.size)]
         return self._work(dist.all_gather(self.parts, data, group=group, async_op=True))
+
+    def _start_straight(self, data: Tensor) -> dist.Work:
+        """All lengths are known, so nothing is padded."""
+        due, dealt = list(self.payload.due), list(self.payload.dealt)
+        if self.op == "spread":
+            data, dealt = data.repeat(self.link.size), [data.numel()] * self.link.size
+        arrived = data.new_empty(sum(due))
+        self.parts = list(arrived.split(due))
+        return self._work(dist.all_to_all_single(arrived, data, due, dealt, group=self.link.group, async_op=True))
 
     def _start_pair(self, data: Tensor) -> _Both:
         """Send and receive at once. With several under way, the number of the swap keeps their messages apart."""

@@ -136,7 +136,7 @@ class TwoLevel(Link):
         head[: 2 + 2 * len(lengths)] = torch.tensor([kind, len(lengths), *lengths, *senders])
         told = self._broadcast(head.view(torch.uint8)).cpu().view(torch.int64).tolist()
         kind, count = told[:2]
-        most = _LONGEST_TEXT if kind or like is None else max(like.nbytes, like.longest)
+        most = _LONGEST_TEXT if kind or like is None else max(like.nbytes, like.longest, *like.due)
         if not (0 <= kind <= len(_ERRORS) and 0 <= count <= room and all(0 <= n <= most for n in told[2 : 2 + count])):
             raise WireError(f"a result of kind {kind} with {count} messages, at most {room} of {most} bytes can be", rank=0)
         lengths, senders = told[2 : 2 + count], told[2 + count : 2 + 2 * count]
@@ -177,6 +177,10 @@ class TwoLevel(Link):
     def traffic(self, op: Op, sizes: Sequence[int]) -> Traffic:
         """As the thin link counts it; nothing on the members that do not send."""
         return self.between.traffic(op, sizes) if self.sends else Traffic(0, 0)
+
+    def straight_traffic(self, dealt: Sequence[int], due: Sequence[int]) -> Traffic:
+        """As the thin link counts it; nothing on the members that do not send."""
+        return self.between.straight_traffic(dealt, due) if self.sends else Traffic(0, 0)
 
 
 def _messages(data: torch.Tensor, lengths: Sequence[int], senders: Sequence[int], like: Payload) -> list[Payload]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from thinwire.errors import LinkError, WireError
 from thinwire.links.base import Ticket, check_length, members_of
-from thinwire.network import Network, Op, Wire
+from thinwire.network import Network, Op, Wire, dealt_traffic, ring_hops
 from thinwire.payload import Delivery, Payload
 
 if TYPE_CHECKING:
@@ -105,8 +105,10 @@ class Channel:
             del self._exchanges[number]
         if exchange.refused is not None:
             raise exchange.refused
-        if exchange.op in ("gather", "pair"):
+        if exchange.op in ("gather", "pair", "spread"):
             return result
+        if exchange.op == "deal":
+            return _parts_for(result, rank)
         return [p.like(p.data.clone()) for p in result]  # each worker may write into its own
 
     def _complete(self, exchange: _Exchange, members: tuple[int, ...]) -> None:
@@ -117,6 +119,9 @@ class Channel:
                 check_length(payload, rank, payload.nbytes)
         except WireError as refusal:  # on all that take part, as on a real link
             exchange.refused = refusal
+        if exchange.op in ("deal", "spread"):
+            self._complete_straight(exchange, payloads)
+            return
         one_length = exchange.op != "gather" or any(p.fixed for p in payloads)
         if one_length and len({(p.nbytes, p.data.dtype) for p in payloads}) > 1:
             kinds = ", ".join(f"{p.nbytes} bytes of {str(p.data.dtype).removeprefix('torch.')}" for p in payloads)
@@ -135,6 +140,18 @@ class Channel:
             exchange.results[r] = (payloads, end)
             exchange.posted[r] = (payloads[0], exchange.posted[r][1])  # of a mean, the messages are not needed any more
 
+    def _complete_straight(self, exchange: _Exchange, payloads: list[Payload]) -> None:
+        """Messages that go straight to who they are for; those that are dealt are cut when they are collected."""
+        dealt = [p.dealt or (p.nbytes,) * self.size for p in payloads]
+        for rank, (p, due) in enumerate(zip(payloads, zip(*dealt, strict=True), strict=True)):
+            if p.due != due:
+                raise LinkError(f"rank {rank}: {list(p.due)} bytes are due, but {list(due)} bytes were sent to it")
+        traffic = [dealt_traffic(parts, p.due, rank) for rank, (parts, p) in enumerate(zip(dealt, payloads, strict=True))]
+        at = max(posted for _, posted in exchange.posted.values())
+        end = self._wire.occupy(at, self._wire.network.seconds_of(traffic, ring_hops(exchange.op, self.size)))
+        delivered = Delivery(p.of(rank) for rank, p in enumerate(payloads))
+        exchange.results = dict.fromkeys(range(self.size), (delivered, end))
+
     def _in_vain(self, rank: int, number: int, exchange: _Exchange) -> LinkError:
         if self.world.failure is not None:
             culprit, error = self.world.failure
@@ -150,6 +167,12 @@ class _SimTicket(Ticket):
 
     def _finish(self) -> list[Payload]:
         return self._channel.collect(self._rank, self._number)
+
+
+def _parts_for(payloads: list[Payload], rank: int) -> list[Payload]:
+    """What each message that was dealt has for a worker."""
+    starts = [sum(p.dealt[:rank]) for p in payloads]
+    return [p.like(p.data[start : start + p.dealt[rank]]) for p, start in zip(payloads, starts, strict=True)]
 
 
 def _paired(rank: int, members: tuple[int, ...]) -> str:

@@ -12,9 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from thinwire.algorithms import DataParallel, DeMo, found
-from thinwire.codecs import parse_wire
+from thinwire.codecs import parse_codec, parse_wire
 from thinwire.core.buffers import running_statistics
 from thinwire.core.optimizer import Algorithm
+from thinwire.core.route import Owners, Route
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError
 from thinwire.links import Link
@@ -121,6 +122,7 @@ def optimizer_of(
         settings["codec"] = parse_wire(wire)
     if statistics := running_statistics(model):
         settings["buffers"] = statistics
+    settings |= {} if config.route == "gather" else {"route": route_of(config)}
     make: Any = cls
     if clips_itself(cls):
         settings["clip_norm"] = config.clip_norm
@@ -130,6 +132,13 @@ def optimizer_of(
     known = inspect.signature(cls.__init__).parameters
     own = {"lr": config.lr, "weight_decay": config.weight_decay}
     return make(params or model.parameters(), link, **{k: v for k, v in own.items() if k in known}, **settings)
+
+
+def route_of(config: RunConfig) -> Route:
+    """How messages reach all workers."""
+    if config.route != "owners":
+        return config.route
+    return Owners(None if config.back is None else parse_codec(config.back), config.owner_feedback)
 
 
 def clips_itself(cls: type[Algorithm]) -> bool:

@@ -44,6 +44,8 @@ class RunConfig:
             "warm_lr",
             "warm_by",
             "warm_wire",
+            "back",
+            "owner_feedback",
         }
         | {"clip_norm", "weight_decay", "non_iid", "device", "vocab", "val_windows", "val_part"}
     )
@@ -111,6 +113,13 @@ class RunConfig:
     wire: str | None = None
     """What is sent, if not the method's own choice: fp32, bf16, fp16, int8, fp4, 2-bit, ternary, 1-bit, or a chain such as
     "DCT(64) >> TopK(32) >> Sign()"; "fp4 until 64, 1-bit"."""
+    route: Literal["gather", "owners", "auto"] = "gather"
+    """How messages that the wire cannot average reach all workers: each one to all (gather); averaged by owners of the blocks,
+    so that bytes do not grow with the workers (owners); or whichever sends fewer bytes (auto)."""
+    back: str | None = None
+    """What owners send, a chain with the transform of --wire; by default four times the entries that they get of a block."""
+    owner_feedback: float = 1.0
+    """The part of what an owner has left out that it adds in the next round."""
     val_windows: int | None = None
     """Of gpt tasks: windows of validation text; by default 64."""
     val_part: Literal["all", "tuning", "claim"] = "all"
@@ -137,6 +146,8 @@ class RunConfig:
             )
         if self.warm_wire is not None and self.warm_by != "demo":
             raise ConfigError(f"warm-wire is what demo sends in a warm start: give --warm-by demo, got {self.warm_wire!r}")
+        if (self.back is not None or self.owner_feedback != 1.0) and self.route != "owners":
+            raise ConfigError(f"back and owner-feedback are of owners: give --route owners, got --route {self.route}")
         check_lr_schedule(self.lr_schedule, warmup=self.lr_warmup, final=self.lr_final, decay=self.lr_decay)
         for name in ("eval_every", "seed", "warm_start", "qh_warmup"):
             if (getattr(self, name) or 0) < 0:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from thinwire.errors import ConfigError, check_not_negative, check_whole_number
-from thinwire.network import BACKWARD, GOODPUT, Network, Op, Wire, ring_traffic
+from thinwire.network import BACKWARD, GOODPUT, Network, Op, Traffic, Wire, ring_hops, ring_traffic
 from thinwire.tools.config import RunConfig
 from thinwire.tools.plan.messages import Period, period_of
 
@@ -52,13 +52,22 @@ class Cluster:
     def seconds(self, op: Op, nbytes: int) -> float:
         """How long one exchange takes; of pairs, the slowest one."""
         network = _scaled(self.network, self.goodput)
+        if op == "deal":
+            return network.seconds_of([Traffic(nbytes, nbytes)] * self.workers, ring_hops(op, self.workers))
         if op != "pair":
             return network.seconds(op, [nbytes] * self.workers)
         pairs = itertools.combinations(range(self.workers), 2)
         return max((network.seconds(op, [nbytes] * 2, pair) for pair in pairs), default=0.0)
 
     def sent(self, op: Op, nbytes: int) -> float:
-        """Bytes that a worker sends in one exchange, on the average; of an odd number one has no partner."""
+        """Bytes that a worker sends in one exchange, on the average; of an odd number one has no partner.
+
+        Args:
+            op: what is exchanged.
+            nbytes: length of the message; of one that is dealt, without the worker's own part.
+        """
+        if op == "deal":
+            return nbytes
         if op != "pair":
             return ring_traffic(op, [nbytes] * self.workers, 0).sent
         return nbytes * (self.workers // 2 * 2) / self.workers

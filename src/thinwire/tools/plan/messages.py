@@ -114,35 +114,44 @@ def run_messages(config: RunConfig, model: nn.Module, *, workers: int) -> list[M
     model, link, first = on_meta(model), NullLink(workers), config.warm_start + 1
     messages = list(_scheduled(warm_start_of(config, model, link).at_work, 1, config.warm_start)) if config.warm_start else []
     optimizer = optimizer_of(config, model, link)
-    messages += _scheduled(optimizer, first, config.steps, rounds=len(messages))
+    messages += _scheduled(optimizer, first, config.steps, rounds=_rounds(messages))
     everything, last = tuple(range(optimizer.schedule.fragments)), optimizer.schedule.due(config.steps)
     messages = [replace(m, needed=min(m.needed, config.steps)) for m in messages]
     unsent = last != everything if isinstance(optimizer, Fragments) else not last
     if unsent and "param" not in optimizer.replicated:  # `finish()` sends what the last steps have changed
-        messages.append(Message(config.steps, config.steps, *_message(optimizer, everything, round=len(messages) + 1)))
+        last_round = _messages(optimizer, everything, round=_rounds(messages) + 1)
+        messages += [Message(config.steps, config.steps, *one) for one in last_round]
     return messages
+
+
+def _rounds(messages: Sequence[Message]) -> int:
+    """How many rounds these messages are of: those of owners have two."""
+    dealt = sum(m.op == "deal" for m in messages)
+    return len(messages) - dealt // 2
 
 
 def _scheduled(optimizer: Algorithm, first: int, last: int, *, rounds: int = 0) -> Iterator[Message]:
     """The messages that the schedule asks for from one step to another, both included, after so many rounds."""
-    made: dict[tuple[tuple[int, ...], Codec], tuple[int, Op]] = {}
+    made: dict[tuple[tuple[int, ...], Codec], list[tuple[int, Op]]] = {}
     tau = optimizer.engine.tau
     for step in range(first, last + 1):
         if due := optimizer.schedule.due(step):
             kind = due, optimizer.codecs.at(rounds + 1)
-            nbytes, op = made[kind] if kind in made else made.setdefault(kind, _message(optimizer, due, round=rounds + 1))
-            if nbytes:  # a fragment may be empty
-                rounds += 1
-                yield Message(step, step + tau, nbytes, op)
+            sent = made[kind] if kind in made else made.setdefault(kind, _messages(optimizer, due, round=rounds + 1))
+            rounds += bool(sent)  # a fragment may be empty
+            # What owners send back is sent when it is waited for.
+            yield from (Message(step if nth == 0 else step + tau, step + tau, *one) for nth, one in enumerate(sent))
 
 
-def _message(optimizer: Algorithm, due: tuple[int, ...], *, round: int) -> tuple[int, Op]:
-    """Length and way of the message of a round in which these states or fragments are due; length 0 of an empty fragment."""
+def _messages(optimizer: Algorithm, due: tuple[int, ...], *, round: int) -> list[tuple[int, Op]]:
+    """Length and way of the messages of a round in which these states or fragments are due; none of an empty fragment."""
     out = optimizer.message_of(due, round=round)
     if out is None:
-        return 0, "mean"
+        return []
+    if halves := optimizer.owned_nbytes(out, due):
+        return [(nbytes, "deal") for nbytes in halves.most_sent()]
     op: Op = "pair" if out.pair is not None else "mean" if out.codec.linear else "gather"
-    return out.nbytes(optimizer.peers.size), op
+    return [(out.nbytes(optimizer.peers.size), op)]
 
 
 def _length(schedule: Schedule) -> int:
@@ -174,11 +183,15 @@ def _with_buffers(period: Period, optimizer: Algorithm) -> Period:
 
 
 def _with_votes(period: Period) -> Period:
-    """With what follows each gathered message that is waited for at once: a byte that says whether it could be read."""
-    messages = []
+    """With what follows each gathered message that is waited for at once: a byte that says whether it could be read.
+
+    It follows the second half of a round of owners too.
+    """
+    messages, dealt = [], 0
     for m in period.messages:
         messages.append(m)
-        if m.op == "gather" and m.needed == m.posted:
+        dealt += m.op == "deal"
+        if (m.op == "gather" and m.needed == m.posted) or (m.op == "deal" and dealt % 2 == 0):
             messages.append(Message(m.needed, m.needed, VOTE_NBYTES, "gather"))
     return Period(period.steps, tuple(messages))
 

@@ -1,0 +1,109 @@
+"""Rounds whose messages owners average, on real processes.
+
+    python -m benchmarks.owners cpu [--record]     # CPU seconds of a round with 2 and 8 workers; about 3 minutes
+    python -m benchmarks.owners lab [--record]     # the plan against links that the kernel shapes, 8 workers; root, 8 minutes
+
+`cpu` counts the CPU time of the worker's own thread in a round, so that waiting for the others and for cores does not count; of
+several rounds the median. Entries are the values that a worker reads. `lab` compares seconds per step with what `thinwire plan`
+predicts from the time of a step on links without a limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from benchmarks import record
+from benchmarks.pair import SIZES, gpt_shapes, run_pair
+from benchmarks.thin_wire import run_in
+from thinwire import DCT, DeMo, Link, Sign, TopK
+from thinwire.core.owners import Owned
+from thinwire.network import Network, parse_bandwidth
+from thinwire.tasks import make_task
+from thinwire.tools.flags import parse_run
+from thinwire.tools.lab import Lab
+from thinwire.tools.plan import Cluster, predict
+
+SIZE, K, ROUNDS = "10M", 32, 12
+LAB_TASK, LAB_WORKERS, LAB_STEPS = "gpt-small", 8, 16
+SPEEDS = ("10mbit", "5mbit", "2mbit")
+DEMO = ["--wire", f"DCT(64) >> TopK({K}) >> Sign()", "--route", "owners"]
+
+
+def rounds(link: Link, route: str, repeats: int) -> dict[str, float]:
+    """CPU seconds and entries of a DeMo step."""
+    generator = torch.Generator().manual_seed(link.rank)
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in gpt_shapes(*SIZES[SIZE])]
+    opt = DeMo(params, link, codec=DCT(64) >> TopK(K) >> Sign(), route=route)  # type: ignore[arg-type]
+    seconds, entries = [], 0
+    for number in range(repeats + 2):  # the first two make tables and slots
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator)
+        began = time.thread_time()
+        opt.step()
+        seconds.append(time.thread_time() - began)
+        if number == 0 and route == "owners":
+            entries = _entries(opt, link)
+    return {"cpu": statistics.median(seconds[2:]), "entries": entries, "sent": opt.meter.totals.sent / (repeats + 2)}
+
+
+def _entries(opt: DeMo, link: Link) -> int:
+    """Values that this worker reads in a round: as owner of its share from all workers, and of all owners."""
+    out = opt.message_of((0,))
+    assert out is not None and opt.owners is not None
+    owned = Owned(link, out, owners=opt.owners, **opt.owned(opt.which((0,))), peers=link.peers(), round=1)
+    owned.wait()
+    return owned.entries
+
+
+def cpu(workers: tuple[int, ...], repeats: int) -> dict[str, Any]:
+    """Both routes with so many workers."""
+    figures: dict[str, Any] = {"what": "cpu", "size": SIZE, "k": K, "rows": []}
+    for route in ("gather", "owners"):
+        for size in workers:
+            row = {"route": route, "workers": size, **run_pair(rounds, route, repeats, limit=900, size=size)}
+            figures["rows"].append(row)
+            print(f"{route:8} {size:3} workers: {1e3 * row['cpu']:.1f} ms of CPU, {row['entries']:,} entries", flush=True)
+    return figures
+
+
+def lab() -> dict[str, Any]:
+    """What the plan says, and what was measured, at three speeds."""
+    config = parse_run("train", ["--algorithm", "demo", "--task", LAB_TASK, *DEMO])[0]
+    model, figures = make_task(LAB_TASK).model(), {"what": "lab", "task": LAB_TASK, "workers": LAB_WORKERS, "rows": []}
+    command = f"demo --wire '{DEMO[1]}' --route owners"
+    with Lab(LAB_WORKERS) as place:
+        free = min(_seconds(place, "inf", command) for _ in range(2))
+        for speed in SPEEDS:
+            cluster = Cluster(workers=LAB_WORKERS, network=Network(bandwidth=parse_bandwidth(speed)), step_time=free)
+            seconds, predicted = _seconds(place, speed, command), predict(config, model, cluster).seconds_per_step
+            figures["rows"].append({"speed": speed, "seconds": seconds, "predicted": predicted, "free": free})
+            off = predicted / seconds - 1
+            print(f"{speed:>8}: {seconds:.3f} s per step, predicted {predicted:.3f} ({off:+.0%})", flush=True)
+    return figures
+
+
+def _seconds(place: Lab, speed: str, command: str) -> float:
+    measured = run_in(place, speed, command, LAB_STEPS, batch=1, task=LAB_TASK)
+    assert measured.seconds_per_step is not None
+    return measured.seconds_per_step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["cpu", "lab"])
+    parser.add_argument("--workers", default="2,8", help="of `cpu`, separated by commas (default: 2,8)")
+    parser.add_argument("--repeats", type=int, default=ROUNDS, help=f"rounds of `cpu` (default: {ROUNDS})")
+    parser.add_argument("--record", action="store_true", help="append the figures to records/owners.jsonl")
+    given = parser.parse_args()
+    figures = cpu(tuple(map(int, given.workers.split(","))), given.repeats) if given.what == "cpu" else lab()
+    if given.record:
+        record.append("owners", figures)
+
+
+if __name__ == "__main__":
+    main()

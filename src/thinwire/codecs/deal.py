@@ -1,0 +1,302 @@
+"""Deal: the blocks of a round are dealt to owners, one for each worker.
+
+An owner reads what all workers sent of its blocks, and its mean goes to all workers as a message by a codec of its own.
+
+The n blocks of a tensor are dealt to M owners in ranges of n / M blocks; where that leaves a rest, those of the next tensor
+begin with the owner at which it ended. So each owner has as much of every tensor as the others, to a block, also where only
+some are sent. It does not depend on which other tensors are in the message: what an owner keeps of one fits all rounds.
+
+For its owner a share is a message of tensors of its own: of each tensor its blocks one below the other, [n h, w], or its
+values [n] where the tensor is sent whole. docs/wire-format.md describes what is sent.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.codecs.base import Messages
+from thinwire.codecs.bits import Bytes
+from thinwire.codecs.chain import Chain
+from thinwire.codecs.decoder import Received
+from thinwire.codecs.encoder import Chosen, Encoded, encode_share
+from thinwire.codecs.layout import Grid, Group, Layout, Shape
+from thinwire.codecs.message_plan import Kept, Message, Plan, narrow, plan_for, plan_of, shapes_of
+from thinwire.codecs.stages import DENSE_GROUP, Floats
+from thinwire.errors import ConfigError
+from thinwire.payload import Payload
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one owner has of a message.
+
+    Attributes:
+        groups: numbers of the groups that it has blocks of.
+        rows: ranges of blocks of each of them.
+        whole: ranges of the values of all tensors that are sent whole.
+        layout: of its blocks alone; the shape of a tensor that it has nothing of begins with 0.
+        up: the plan of what workers send of it.
+        back: the plan of its mean.
+    """
+
+    groups: tuple[int, ...]
+    rows: tuple[tuple[Range, ...], ...]
+    whole: tuple[Range, ...]
+    layout: Layout
+    up: Plan
+    back: Plan
+
+    def slot_shapes(self) -> tuple[Shape, ...]:
+        """The shape of each tensor as its owner keeps it, in the domain of the transform."""
+        return self.layout.shapes
+
+
+@dataclass(frozen=True)
+class Deal:
+    """The shares of all owners in messages of given tensors.
+
+    Attributes:
+        chain: what workers send.
+        back: what owners send.
+        plan: of a message that is not dealt, of which the values are the same.
+        shares: of the owners, in rank order.
+        entries: of each tensor, who has which of its entries: owner, first entry and the one after the last, with blocks one
+            after the other.
+    """
+
+    chain: Chain
+    back: Chain
+    plan: Plan
+    shares: tuple[Share, ...]
+    entries: tuple[tuple[tuple[int, int, int], ...], ...]
+
+    @property
+    def up_nbytes(self) -> tuple[int, ...]:
+        """Length in bytes of what a worker sends of each share."""
+        return tuple(share.up.nbytes for share in self.shares)
+
+    @property
+    def back_nbytes(self) -> tuple[int, ...]:
+        """Length in bytes of each owner's mean."""
+        return tuple(share.back.nbytes for share in self.shares)
+
+    def write(self, chosen: list[Chosen], whole: Floats) -> tuple[list[Bytes], list[Floats], Floats]:
+        """The messages for all owners, one after the other: see `encoder.Write`."""
+        written: list[Bytes] = []
+        read, sent = [np.empty_like(values) for _, values in chosen], np.empty_like(whole)
+        for share in self.shares:
+            for section in share.up.parts[0].sections:
+                if section.group is None:
+                    raw, back = self.chain.values.write(_taken(whole, share.whole), section.row)
+                    _put(sent, share.whole, back)
+                else:
+                    (indices, values), rows = chosen[share.groups[section.number]], share.rows[section.number]
+                    if section.code is not None and indices is not None:
+                        written.append(section.code.encode(_taken(indices, rows)))
+                    raw, back = self.chain.values.write(_taken(values, rows).reshape(-1), section.row)
+                    _put(read[share.groups[section.number]], rows, back.reshape(-1, section.k))
+                written.append(raw)
+        return written, read, sent
+
+    def receive(self, owner: int, messages: Messages) -> ShareReceived:
+        """What all workers sent of an owner's share, checked from end to end."""
+        return ShareReceived(self.chain, self.shares[owner].up, messages)
+
+    def encode_mean(self, owner: int, slots: Sequence[Tensor], *, round: int) -> Encoded:
+        """The message of an owner's share, which is in slots of the shapes that `Share.slot_shapes` tells."""
+        return encode_share(self.back, slots, self.shares[owner].back, round=round)
+
+    def read(
+        self, payloads: Sequence[Payload], like: Sequence[Tensor], *, round: int, kind: type[Received] = Received
+    ) -> Received:
+        """The means of all owners, checked from end to end, as one message.
+
+        Args:
+            payloads: of the owners in rank order.
+            like: tensors of the shapes of the round.
+            round: its number.
+            kind: of what is returned.
+
+        Raises:
+            WireError: naming the owner whose message is not sound.
+        """
+        plan = plan_for(self.back, self.plan.layout)
+        kept = [Kept(*_room(self.back, group)) for group in plan.layout.groups]
+        whole = np.empty(plan.layout.dense_numel, np.float32)
+        for owner, (share, payload) in enumerate(zip(self.shares, payloads, strict=True)):
+            said = ShareReceived(self.back, share.back, Messages([payload], like, round, ids=[owner])).message()
+            for number, rows, found in zip(share.groups, share.rows, said.kept, strict=True):
+                _put(kept[number].values, rows, found.values)
+                if (indices := kept[number].indices) is not None and found.indices is not None:
+                    _put(indices, rows, found.indices)
+            _put(whole, share.whole, said.dense.numpy())
+        device = payloads[0].data.device
+        together = Message(Payload(torch.empty(0, dtype=torch.uint8, device=device)), True, kept, torch.from_numpy(whole))
+        return kind(self.back, plan, Messages([together.payload], like, round), own=(0, together))
+
+    def take_over(self, i: int, owner: int, before: Deal, kept: Sequence[Tensor]) -> Tensor:
+        """What an owner keeps of tensor i, where the blocks were dealt to other workers before.
+
+        Args:
+            i: the tensor's place in the message.
+            owner: whose share.
+            before: how they were dealt.
+            kept: what each of the owners had kept of this tensor.
+        """
+        everything = torch.zeros(max((stop for _, _, stop in self.entries[i]), default=0))
+        for other, start, stop in before.entries[i]:
+            everything[start:stop] = kept[other].reshape(-1)
+        mine = [everything[start:stop] for other, start, stop in self.entries[i] if other == owner]
+        return torch.cat([*mine, torch.empty(0)]).view(self.shares[owner].slot_shapes()[i])
+
+
+class ShareReceived(Received):
+    """Messages of one share."""
+
+    def message(self) -> Message:
+        """What the first of the messages says."""
+        layout = self.plan.layout
+        ends = [group.blocks * self.plan.of_group[n][0].k for n, group in enumerate(layout.groups)]
+        values = [
+            self._values(0, number, 0, end).reshape(-1, self.plan.of_group[number][0].k) for number, end in enumerate(ends)
+        ]
+        kept = [Kept(None if room is None else room[0], read) for room, read in zip(self._indices, values, strict=True)]
+        whole = self._values(0, -1, 0, layout.dense_numel) if layout.dense_numel else np.empty(0, np.float32)
+        return Message(self.messages.payloads[0], True, kept, torch.from_numpy(whole))
+
+    def add_to(self, slots: Sequence[Tensor]) -> None:
+        """Add the mean to slots, in the domain of the transform."""
+        for number, group in enumerate(self.plan.layout.groups):
+            for batch in self._batches(number, group):
+                place, mean = self._merge(number, group, batch)
+                order = np.argsort(place, kind="stable") if not self.chain.selection.indexed else slice(None)
+                place, mean = place[order], mean[order]
+                ends = np.searchsorted(place, batch.starts)
+                for nth, piece in enumerate(batch.pieces):
+                    here, part = slice(ends[nth], ends[nth + 1]), piece.of_slot(slots[piece.grid.index])
+                    at = torch.from_numpy(place[here] - batch.starts[nth]).to(part.device)
+                    part.view(-1).index_add_(0, at, torch.from_numpy(mean[here]).to(part.device))  # no place twice
+        for i, values in self.dense():
+            slots[i].add_(values)
+
+    @property
+    def entries(self) -> int:
+        """How many values were read, of all messages together."""
+        return len(self._bodies) * sum(section.count for section in (*self.plan.sections, *self.plan.whole))
+
+
+def _room(chain: Chain, group: Group) -> tuple[np.ndarray | None, Floats]:
+    shape = (group.blocks, chain.selection.count(group.L))
+    return np.empty(shape, narrow(group.L)) if chain.selection.indexed else None, np.empty(shape, np.float32)
+
+
+def _taken(array: np.ndarray, ranges: Sequence[Range]) -> np.ndarray:
+    return np.concatenate([array[a:b] for a, b in ranges]) if len(ranges) != 1 else array[slice(*ranges[0])]
+
+
+def _put(array: np.ndarray, ranges: Sequence[Range], values: np.ndarray) -> None:
+    at = 0
+    for a, b in ranges:
+        array[a:b] = values[at : at + b - a]
+        at += b - a
+
+
+def check_dealt(chain: Chain, back: Chain) -> None:
+    """Raise a `ConfigError` for codecs whose messages cannot be dealt to owners."""
+    for one in (chain, back):
+        if not (one.selection.indexed or one.selection.everything):
+            raise ConfigError(f"owners cannot average {one!r}: which entries it sends depends on the numbers of the blocks")
+        if one.transform.changes:
+            raise ConfigError(f"owners cannot keep what {one!r} leaves out: its transform is another one in each round")
+    if back.transform != chain.transform:
+        raise ConfigError(f"what owners send back must have the transform of what they get, got {back!r} for {chain!r}")
+
+
+def deal_of(chain: Chain, back: Chain, model: Sequence[Tensor], which: Sequence[int], workers: int) -> Deal:
+    """The shares of messages of some of a model's tensors.
+
+    Args:
+        chain: what workers send.
+        back: what owners send.
+        model: tensors of the shapes of the model.
+        which: numbers of those in the message.
+        workers: how many there are.
+    """
+    return _deal(chain, back, shapes_of(model), tuple(which), workers)
+
+
+@functools.lru_cache(maxsize=64)
+def _first_owners(chain: Chain, shapes: tuple[Shape, ...]) -> tuple[int, ...]:
+    """The owner that each tensor's blocks begin with, modulo the number of workers: how many blocks come before."""
+    layout, blocks = plan_of(chain, shapes).layout, [0] * len(shapes)
+    for grid in (grid for group in layout.groups for grid in group.grids):
+        blocks[grid.index] = grid.blocks
+    for i in layout.dense:
+        blocks[i] = -(-math.prod(shapes[i]) // DENSE_GROUP)
+    return (0, *itertools.accumulate(blocks))
+
+
+@functools.lru_cache(maxsize=64)
+def _deal(chain: Chain, back: Chain, model: tuple[Shape, ...], which: tuple[int, ...], workers: int) -> Deal:
+    check_dealt(chain, back)
+    shapes, before = tuple(model[i] for i in which), _first_owners(chain.split(1), model)
+    plan, first = plan_of(chain.split(1), shapes), [before[i] for i in which]
+    rows: list[dict[int, list[Range]]] = [{} for _ in range(workers)]
+    whole: list[list[Range]] = [[] for _ in range(workers)]
+    entries: list[list[tuple[int, int, int]]] = [[] for _ in shapes]
+    mine: list[list[Shape]] = [[(0,)] * len(shapes) for _ in range(workers)]
+    for number, group in enumerate(plan.layout.groups):
+        for grid in group.grids:
+            for owner, a, b in _ranges(grid.blocks, first[grid.index], workers):
+                rows[owner].setdefault(number, []).append((grid.first + a, grid.first + b))
+                mine[owner][grid.index] = ((b - a) * group.h, group.w)
+                entries[grid.index].append((owner, a * group.L, b * group.L))
+    start = 0
+    for i in plan.layout.dense:
+        n = math.prod(shapes[i])
+        for owner, a, b in _ranges(-(-n // DENSE_GROUP), first[i], workers):
+            a, b = a * DENSE_GROUP, min(b * DENSE_GROUP, n)
+            whole[owner].append((start + a, start + b))
+            mine[owner][i] = (b - a,)
+            entries[i].append((owner, a, b))
+        start += n
+    shares = []
+    for has, values, own in zip(rows, whole, mine, strict=True):
+        layout = Layout(tuple(own), tuple(_cut(plan.layout.groups[n], own) for n in has), _dense(plan.layout, own))
+        plans = (plan_for(one, layout, headers=False) for one in (chain.split(1), back.split(1)))
+        shares.append(Share(tuple(has), tuple(map(tuple, has.values())), tuple(values), layout, *plans))
+    return Deal(chain.split(1), back.split(1), plan, tuple(shares), tuple(map(tuple, entries)))
+
+
+def _ranges(blocks: int, first: int, workers: int) -> Iterator[tuple[int, int, int]]:
+    """Who has which blocks of a tensor: owner, first block and the one after the last."""
+    each, rest = divmod(blocks, workers)
+    at = 0
+    for nth in range(min(blocks, workers)):
+        size = each + (nth < rest)
+        yield (first + nth) % workers, at, at + size
+        at += size
+
+
+def _cut(group: Group, shapes: Sequence[Shape]) -> Group:
+    """The blocks of a group that an owner has, those of each tensor one below the other."""
+    grids, first = [], 0
+    for grid in group.grids:
+        if blocks := shapes[grid.index][0] // group.h:
+            grids.append(Grid(grid.index, shapes[grid.index], group.h, group.w, first))
+            first += blocks
+    return Group(group.h, group.w, tuple(grids))
+
+
+def _dense(layout: Layout, shapes: Sequence[Shape]) -> tuple[int, ...]:
+    return tuple(i for i in layout.dense if shapes[i][0])

@@ -1,0 +1,136 @@
+"""What an optimizer keeps and tells where its messages are averaged by owners: see `owners`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.aggregate import PLAIN, Mean
+from thinwire.codecs.base import Codec
+from thinwire.codecs.deal import Deal, deal_of
+from thinwire.codecs.wire import HEADER_NBYTES
+from thinwire.core.joining import JoiningOptimizer
+from thinwire.core.outgoing import Outgoing
+from thinwire.core.route import Halves, Owners, Route, chains_of, check_owned, keeps_rest, owned_nbytes
+from thinwire.errors import ConfigError
+from thinwire.links.base import Link, Peers
+from thinwire.sharding.shards import local
+
+OWED = "owed"  # the slot of what an owner has left out of the parameters' messages; of other states "owed_" and their name
+
+
+class OwningOptimizer(JoiningOptimizer):
+    """Base of all methods: which route messages take, and what this worker has left out as an owner.
+
+    Attributes:
+        owners: the settings of owners; None where messages are gathered, or averaged on the wire.
+    """
+
+    owners: Owners | None = None
+    mean: Mean = PLAIN
+    in_pairs: ClassVar[bool] = False
+    link: Link
+    peers: Peers
+    due: tuple[int, ...]
+
+    def which(self, due: tuple[int, ...]) -> tuple[int, ...]:
+        """Numbers of the parameters that a round of these fragments is about."""
+        raise NotImplementedError
+
+    def choose_route(self, route: Route) -> None:
+        """Decide what becomes of messages that are gathered otherwise.
+
+        Raises:
+            ConfigError: where owners cannot or must not average them.
+        """
+        if route == "gather" or all(codec.linear for codec in self.codecs.codecs):
+            return
+        owners = route if isinstance(route, Owners) else Owners()
+        if route == "auto" and not self._are_better(owners):
+            return
+        self._check_owners(owners)
+        self.owners = owners
+        self.make_owed()
+
+    def _check_owners(self, owners: Owners) -> None:
+        what = f"{type(self).__name__} with route='owners'"
+        if self.link.elastic is not None:
+            raise ConfigError(
+                f"{what} on an elastic link: an owner that dies would stall the round of all others: use 'gather'"
+            )
+        if self.in_pairs:
+            raise ConfigError(f"{what}: its workers meet in pairs, of which there is no mean to own: use 'gather'")
+        for codec in self.codecs.codecs:
+            check_owned(self.mean, codec, owners)
+
+    def _are_better(self, owners: Owners) -> bool:
+        """Whether messages may be averaged by owners, and fewer bytes leave a worker so."""
+        try:
+            self._check_owners(owners)
+        except ConfigError:
+            return False
+        params, workers, codec = self.params(), self.peers.size, self.codecs.codecs[-1]
+        gathered = (HEADER_NBYTES + codec.nbytes(params)) * (workers - 1)
+        return sum(owned_nbytes(owners, codec, params, range(len(params)), workers).most_sent()) < gathered
+
+    def owed_codecs(self) -> dict[str, Codec]:
+        """What is averaged by owners of each parameter: the slot of what they leave out, and the codec."""
+        return {OWED: self.codecs.codecs[-1]}
+
+    def owned(self, which: Sequence[int]) -> dict[str, Any]:
+        """What `Owned` needs to know of a round of these parameters, besides what is sent."""
+        return {"owed": list(self._owed_of(OWED, which)), "model": self.params(), "which": which}
+
+    def owned_nbytes(self, out: Outgoing, due: tuple[int, ...]) -> Halves | None:
+        """Bytes of the messages of such a round; None where they are not averaged by owners."""
+        if self.owners is None or out.codec.linear or self.peers.size < 2:
+            return None
+        before, self.due = self.due, due
+        owned, self.due = self.owned(self.which(due)), before
+        weighted, workers = out.weight is not None, self.peers.size
+        return owned_nbytes(self.owners, out.codec, owned["model"], owned["which"], workers, weighted=weighted)
+
+    def _owed_of(self, slot: str, which: Sequence[int]) -> Iterator[Tensor | None]:
+        return (self.own_state[self._active[i]].get(slot) for i in which)
+
+    def make_owed(self) -> None:
+        """Make the slots of what this worker leaves out as an owner, where they are not there yet."""
+        if self.owners is None or self.peers.size < 2:
+            return
+        for slot, codec in self.owed_codecs().items():
+            if not keeps_rest(self.owners, codec):
+                continue
+            self._slots[slot] = "owed"
+            shapes = self._deal_of(codec, self.peers.size).shares[self.peers.rank].slot_shapes()
+            for p, shape in zip(self._active, shapes, strict=True):
+                if slot not in self.own_state[p]:
+                    self.own_state[p][slot] = torch.zeros(shape, device=local(p).device)
+
+    @property
+    def owed_slots(self) -> frozenset[str]:
+        """Names of the slots of what this worker has left out as an owner."""
+        return frozenset(name for name, start in self._slots.items() if start == "owed")
+
+    def redealt(self, workers: int) -> dict[str, dict[int, Callable[[Sequence[Tensor]], Tensor]]]:
+        """What makes what this worker has left out, of what so many owners have: by slot and number in the state dict."""
+        found = {}
+        for slot, codec in self.owed_codecs().items() if self.owners is not None else ():
+            if slot in self._slots:
+                before, now = self._deal_of(codec, workers), self._deal_of(codec, self.peers.size)
+                numbers = [index for index, _ in self._indexed()]
+                found[slot] = {n: functools.partial(now.take_over, i, self.peers.rank, before) for i, n in enumerate(numbers)}
+        return found
+
+    def _deal_of(self, codec: Codec, workers: int) -> Deal:
+        """How the parameters are dealt to so many owners."""
+        assert self.owners is not None
+        ((chain, _),) = chains_of(codec, self._active)
+        return deal_of(chain, self.owners.back_of(chain), self.params(), range(len(self._active)), workers)
+
+    def _adopt(self, group: dict[str, Any]) -> None:
+        super()._adopt(group)
+        self.make_owed()

@@ -116,7 +116,7 @@ Files = dict[str, int]
 NOTHING: Files = {}
 DENSE: Files = {"core/exchange.py": 2}
 GATHERED: Files = {"core/on_device.py": 2}
-LORDO: Files = {"core/slots.py": 1, "maths/low_rank.py": 9}
+LORDO: Files = {"core/slots.py": 1, "maths/low_rank.py": 12, "core/exchange.py": 4}
 NOLOCO: Files = {"core/exchange.py": 3, "codecs/device/envelope.py": 1, "codecs/dense.py": 2}
 LOCAL_STEPS: dict[str, Files] = {"lordo": {"core/slots.py": 1}}
 ROUNDS: dict[tuple[str, str], Files] = {
@@ -124,7 +124,7 @@ ROUNDS: dict[tuple[str, str], Files] = {
     ("decoupled-diloco", "gloo"): GATHERED,
     **{(name, "gloo"): DENSE for name in ("data-parallel", "diloco", "local-sgd", "mt-dao", "streaming-diloco")},
     ("lordo", "nccl"): LORDO,
-    ("lordo", "gloo"): LORDO | DENSE,
+    ("lordo", "gloo"): LORDO | {"core/exchange.py": 6},
     ("noloco", "nccl"): NOLOCO,
     ("noloco", "gloo"): NOLOCO | {"core/exchange.py": 5},
 }

@@ -134,8 +134,9 @@ class GatheredOnDevice(OnDevice, Gathered):
         received = self._read_on_device([p.like(p.data[HEADER_NBYTES:]) for p in payloads])
         wrong = opened.wrong | received.wrong | (opened.weights != 1)
         unread = self._told_all(wrong.any() & ~opened.invalid.any())
-        refused = self.any_shard(opened.invalid.any() | unread.any() | ~received.safe)
-        self.verdict = torch.cat([opened.invalid, wrong, unread, (~received.safe).reshape(1), refused.reshape(1)]).float()
+        unsafe = ~received.safe
+        refused = self.any_shard(opened.invalid.any() | unread.any() | unsafe)
+        self.verdict = torch.cat([opened.invalid, wrong, unread, unsafe.reshape(1), refused.reshape(1)]).float()
         return self._arrived(ids, _received=received, refused=refused)
 
     def _read_on_device(self, bodies: list[Payload]) -> DeviceReceived:
@@ -180,8 +181,9 @@ class GatheredThroughHost(GatheredOnDevice):
             raise refusal(self.round, self.peers, culprits)
         raw = torch.stack([body.data for body in bodies]).to(self.device)
         received = self._read_on_device([body.like(one) for body, one in zip(bodies, raw, strict=True)])
-        refused = self.any_shard(received.wrong.any() | ~received.safe)
-        self.verdict = torch.cat([received.wrong, (~received.safe).reshape(1), refused.reshape(1)]).float()
+        unsafe = ~received.safe
+        refused = self.any_shard(received.wrong.any() | unsafe)
+        self.verdict = torch.cat([received.wrong, unsafe.reshape(1), refused.reshape(1)]).float()
         return self._arrived(self.peers.expected, _received=received, refused=refused)
 
     @staticmethod

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from thinwire.codecs.device.bits import aligned, bytes_on, table
 from thinwire.codecs.device.checksum import crc32
@@ -88,10 +87,11 @@ def seal_unless(invalid: Tensor, body: Payload, envelope: Envelope, *, fingerpri
     """`wire.seal`, as an invalid contribution where a flag on the device (0-d) says so, which nobody looks at."""
     how = {"fingerprint": fingerprint, "round": round}
     valid, nbytes = seal(body, envelope, parts=parts, **how), body.nbytes
-    # The other message is known to the host but for the zeros that follow.
-    told = envelope_header(replace(envelope, invalid=True), 1, nbytes, **how) + _part_of_zeros(nbytes)
-    head = bytes_on(told, body.data.device)
-    return valid.like(torch.where(invalid, pad(head, (0, valid.nbytes - len(head))), valid.data))
+    # The other message is known to the host but for the zeros that follow, and of that only the header changes.
+    head = bytes_on(envelope_header(replace(envelope, invalid=True), 1, nbytes, **how), body.data.device)
+    part = table(tuple(_part_of_zeros(nbytes)), torch.uint8, head.device)
+    zeros = head.new_zeros(nbytes - PART_NBYTES)
+    return valid.like(torch.where(invalid, torch.cat([head, part, zeros]), valid.data))
 
 
 @functools.lru_cache(maxsize=64)

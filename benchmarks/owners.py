@@ -76,10 +76,8 @@ def sent() -> dict[str, Any]:
             row = {"task": task, "workers": workers, "mean": statistics.mean(owners), "most": max(owners), "ddp": dense}
             row["gather"] = (workers - 1) * (HEADER_NBYTES + codec.nbytes(params) + 1)
             figures["rows"].append(row)
-            fewer = f"{dense / row['mean']:.0f}x fewer than DDP"
-            print(
-                f"{task:9} {workers:3} workers: owners {row['mean']:,.0f} (most {row['most']:,}), {fewer}; gather {row['gather']:,}"
-            )
+            told = f"owners {row['mean']:,.0f} (most {row['most']:,}), {dense / row['mean']:.0f}x fewer than DDP"
+            print(f"{task:9} {workers:3} workers: {told}; gather {row['gather']:,}")
     return figures
 
 

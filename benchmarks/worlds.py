@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 NETWORK = {"bandwidth": 100e6, "latency": 0.02}
 INSIDE = {"bandwidth": 10e9}
-STEP_TIME, STEPS = 0.5, 4
+STEP_TIME, STEPS = 0.5, 3
 MEMBERS = 8  # of a site, at most: half of the workers where they are few
 WORKERS = (4, 16, 64, 256, 1024)
 LIMIT = 1200  # seconds for one run

@@ -14,6 +14,7 @@ from tests.conformance.training import assert_close, assert_same, backward, mode
 from thinwire import DataParallel, SoloLink, World
 from thinwire.errors import ConfigError
 from thinwire.maths import low_rank
+from thinwire.maths.lives import age_of, beta_at, weight_seen
 from thinwire.maths.low_rank import like, one_thread, oriented, projector, rank_of, rotate, similarity
 from thinwire.optim import LowRankAdam, QHAdam
 
@@ -140,6 +141,58 @@ def test_what_is_not_finite_gives_no_projector() -> None:
     assert torch.equal(state["Q"], torch.eye(6, 2))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("source", ["gradient", "sketch"])
+def test_a_gradient_of_low_rank_is_found_from_all_of_it_and_from_a_sketch(source: str) -> None:
+    """r + 8 random columns of a matrix of rank r span what it spans; those of two workers are of one sketch."""
+    U = orthonormal(40, 4)
+    grads = [(U @ torch.randn(4, 60, generator=torch.Generator().manual_seed(seed))).T for seed in (1, 2)]  # tall: 60 x 40
+    old = torch.eye(40, 4)
+    given = [low_rank.contribution(G, old, source, round=3) for G in grads]
+    assert given[0].shape == ((40, 60) if source == "gradient" else (40, 12))
+    both = low_rank.contribution(grads[0] + grads[1], old, source, round=3)
+    torch.testing.assert_close(given[0] + given[1], both, rtol=1e-4, atol=1e-4)
+    assert similarity(projector(both, old), U) == pytest.approx(1, abs=1e-5)
+    assert not low_rank.contribution(torch.full((60, 40), float("nan")), old, source, round=3, clip=0.0).any()
+    torch.testing.assert_close(low_rank.contribution(grads[0], old, source, round=3, clip=0.5), 0.5 * given[0])
+
+
+def test_sketches_are_others_in_every_round_and_of_a_size_that_fits() -> None:
+    G, old = torch.eye(20), torch.eye(20, 16)
+    first, second = (low_rank.contribution(G, old, "sketch", round=number) for number in (1, 2))
+    assert first.shape == (20, 20), "16 + 8 columns are more than there are rows"
+    assert not torch.equal(first, second)
+    assert torch.equal(first.abs(), torch.full((20, 20), 20**-0.5)), "signs"
+    assert abs(float(first.sum())) < 20, "of which about half are positive"
+
+
+# --- Betas that grow ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.99])
+@pytest.mark.parametrize("lives", [0.0, 0.5, 4.0])
+def test_the_weight_that_a_growing_moment_has_given_is_that_of_its_steps(beta: float, lives: float) -> None:
+    left = 1.0
+    for age in range(1, 400):
+        left *= beta_at(beta, age, lives)
+        assert weight_seen(beta, age, lives) == pytest.approx(1 - left, rel=1e-9)
+
+
+def test_a_moment_goes_on_at_the_age_that_has_its_beta() -> None:
+    assert age_of(0.9, lives=4) == 26
+    assert beta_at(0.99, 26, 4) == pytest.approx(0.9, abs=2e-3)
+    assert age_of(0.0, lives=4) == 0
+
+
+def test_with_lives_the_first_moment_is_corrected_for_its_bias() -> None:
+    """Of a constant gradient the corrected moment is the gradient: rank 0 is Adam, whose steps then have the size lr."""
+    p = nn.Parameter(torch.zeros(3))
+    opt = LowRankAdam([p], lr=0.1, omega=1.0, betas=(0.99, 0.999), lives=4.0)
+    for step in range(1, 60):
+        p.grad = torch.full((3,), 2.0)
+        opt.step()
+        torch.testing.assert_close(p.detach(), torch.full((3,), -0.1 * step), rtol=1e-4, atol=0)
+
+
 # --- The rotation ------------------------------------------------------------------------------------------------------------
 
 
@@ -148,7 +201,7 @@ def test_a_permutation_of_the_basis_permutes_the_moments() -> None:
     order = [2, 0, 1]
     R = torch.eye(3)[order]
     turned_u, turned_v = u.clone(), v.clone()
-    rotate(turned_u, turned_v, R, betas=(0.0, 0.0), t=1)
+    rotate(turned_u, turned_v, R, seen=(1.0, 1.0))
     assert torch.equal(turned_u, u[order])
     torch.testing.assert_close(turned_v, torch.maximum(v, u * u)[order])
 
@@ -156,7 +209,7 @@ def test_a_permutation_of_the_basis_permutes_the_moments() -> None:
 def test_a_sign_flip_leaves_the_second_moment_alone() -> None:
     u, v = torch.randn(2, 5), torch.rand(2, 5) + 9
     turned_u, turned_v = u.clone(), v.clone()
-    rotate(turned_u, turned_v, -torch.eye(2), betas=(0.9, 0.99), t=100)
+    rotate(turned_u, turned_v, -torch.eye(2), seen=(1 - 0.9**100, 1 - 0.99**100))
     torch.testing.assert_close(turned_u, -u)
     torch.testing.assert_close(turned_v, v)
 
@@ -165,7 +218,7 @@ def test_the_direction_in_full_space_survives_a_turn_within_the_span() -> None:
     Q, u, v = orthonormal(8, 3), torch.randn(3, 5), torch.rand(3, 5)
     new = Q @ orthonormal(3, 3, 4)
     before = Q @ u
-    rotate(u, v, new.T @ Q, betas=(0.9, 0.999), t=7)
+    rotate(u, v, new.T @ Q, seen=(1 - 0.9**7, 1 - 0.999**7))
     torch.testing.assert_close(new @ u, before)
     assert bool((v >= 0).all())
 
@@ -293,12 +346,14 @@ def test_in_data_parallel_it_is_low_rank_ddp() -> None:
         ({"lr": -1.0}, "lr"),
         ({"qh": "beside"}, "'outside', 'inside', got 'beside'"),
         ({"H": 0}, "H must be"),
+        ({"source": "noise"}, "'difference', 'gradient', 'sketch', got 'noise'"),
+        ({"lives": -1.0}, "lives must be at least 0"),
     ],
 )
 def test_bad_settings_are_refused(bad: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         LowRankAdam(model_of().parameters(), **bad)
-    if not {"qh", "H"} & bad.keys():
+    if not {"qh", "H", "source"} & bad.keys():
         opt = LowRankAdam(model_of().parameters())
         with pytest.raises(ConfigError, match=said):
             opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))], **bad})

@@ -202,13 +202,13 @@ def test_neither_bytes_nor_entries_grow_with_the_workers() -> None:
     assert sent[64] < 1.2 * sent[16], "checksums and votes alone grow"
 
 
-def test_simulated_time_is_one_hop_for_each_half_and_the_vote() -> None:
+def test_a_round_has_three_hops_whatever_the_number_of_workers() -> None:
     def worker(link: Link) -> float:
         exchange(link, CHAINS[0], Owners())
         return link.now()
 
-    world = World(4, network=Network(latency=1.0), step_time=0.0)
-    assert set(world.run(worker)) == {5.0}, "two deals of one hop, and a vote that goes round three"
+    world = World(5, network=Network(latency=1.0), step_time=0.0)
+    assert set(world.run(worker)) == {3.0}, "to the owners, from them, and the vote"
 
 
 # --- Methods -----------------------------------------------------------------------------------------------------------------

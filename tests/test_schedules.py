@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.errors import ConfigError
-from thinwire.schedules import Every, Schedule, Staggered, Union, Warmup, as_schedule
+from thinwire.schedules import Every, Schedule, Stages, Staggered, Union, Warmup, as_schedule, parse_schedule
 
 calm = settings(deadline=None, database=None, derandomize=True)
 periods = st.integers(1, 40)
@@ -90,6 +90,52 @@ def test_the_turns_of_four_fragments() -> None:
 def test_more_fragments_than_steps_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"fragments must be at most H=3.* got 4"):
         Staggered(3, fragments=4)
+
+
+# --- Stages ----------------------------------------------------------------------------------------------------------------
+
+
+def test_stages_come_one_after_the_other_on_one_beat() -> None:
+    growing = Stages(2, 8, 4, 16, 8)
+    assert list(due_steps(growing, 40)) == [2, 4, 6, 8, 12, 16, 24, 32, 40]
+    assert list(due_steps(Stages(3, 5, 4), 12)) == [3, 8, 12], "steps are those of the run"
+    assert growing.fragments == 1
+    assert Stages(Staggered(4, fragments=2), 8, Staggered(8, fragments=2)).due(12) == (1,)
+
+
+@given(H=periods, step=st.integers(1, 200))
+@calm
+def test_one_stage_is_its_schedule(H: int, step: int) -> None:
+    assert Stages(H).due(step) == Every(H).due(step)
+
+
+@pytest.mark.parametrize("text", ["4 until 64, 8 until 192, 32", " 4  until 64 ,8 until 192,32 "])
+def test_stages_are_written_as_they_are_read(text: str) -> None:
+    assert parse_schedule(text) == Stages(4, 64, 8, 192, 32)
+    assert repr(parse_schedule(text)) == "4 until 64, 8 until 192, 32"
+    assert parse_schedule("32") == 32
+
+
+@pytest.mark.parametrize("text", ["", "4 until", "4, 8", "4 until 8", "4 until 8,", "many", "-4", "4 until -8, 2"])
+def test_a_text_that_is_no_period_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="a number of steps, or several such as '4 until 64, 8 until 192, 32', got"):
+        parse_schedule(text)
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ((4, 64), "end with a period"),
+        ((), "end with a period"),
+        ((4, 64, 8, 64, 32), "the last step of a stage must be a whole number of at least 65, got 64"),
+        ((0, 64, 8), "H must be a whole number"),
+        ((4, 0, 8), "of at least 1, got 0"),
+        ((4, 8, Staggered(4, fragments=2)), "a sequence of stages needs schedules with one number of fragments"),
+    ],
+)
+def test_wrong_stages_are_refused(parts: tuple, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Stages(*parts)
 
 
 # --- Warmup and Union ------------------------------------------------------------------------------------------------------

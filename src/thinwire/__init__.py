@@ -73,6 +73,7 @@ _HOME = {
     "Payload": "thinwire.payload",
     "Every": "thinwire.schedules",
     "Periods": "thinwire.schedules",
+    "Stages": "thinwire.schedules",
     "Staggered": "thinwire.schedules",
     "Union": "thinwire.schedules",
     "Warmup": "thinwire.schedules",
@@ -138,7 +139,7 @@ if TYPE_CHECKING:
     from thinwire.lr_schedules import wsd
     from thinwire.network import Network
     from thinwire.payload import Payload
-    from thinwire.schedules import Every, Periods, Staggered, Union, Warmup
+    from thinwire.schedules import Every, Periods, Stages, Staggered, Union, Warmup
     from thinwire.sim import Churn, World
     from thinwire.tools.auto import auto
     from thinwire.warm_start import WarmStart

@@ -9,10 +9,13 @@ and an algorithm that has no fragments just tests whether the answer is empty.
 ()
 >>> Staggered(4, fragments=2).due(2), Staggered(4, fragments=2).due(4)
 ((1,), (0,))
+>>> tuple(step for step in range(1, 17) if Stages(2, 6, 4).due(step))
+(2, 4, 6, 8, 12, 16)
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -114,6 +117,52 @@ class Warmup:
         return tuple(range(self.fragments)) if step <= self.steps else self.then.due(step)
 
 
+@dataclass(frozen=True, init=False, repr=False)
+class Stages:
+    """Schedules one after the other, each until a step: exchanges that become rarer as training goes on.
+
+    >>> Stages(4, 64, 8, 192, 32)
+    4 until 64, 8 until 192, 32
+
+    Attributes:
+        schedules: in their order; all are asked for the steps of the run, so that with periods of 4 and 32 the beat stays.
+        until: the last step of each but the last one. Steps of a warm start count.
+    """
+
+    schedules: tuple[Schedule, ...]
+    until: tuple[int, ...]
+
+    def __init__(self, *parts: int | Schedule):
+        """Check schedules and steps.
+
+        Args:
+            parts: a schedule or a period, its last step, the next one, and so on; the last one has no end.
+        """
+        if len(parts) % 2 == 0:
+            raise ConfigError(f"stages are a period, its last step, the next period ... and end with a period, got {parts!r}")
+        steps = parts[1::2]
+        for least, step in zip([0, *steps], steps, strict=False):
+            check_whole_number("the last step of a stage", step, least=least + 1 if isinstance(least, int) else 1)
+        object.__setattr__(self, "schedules", tuple(as_schedule(part) for part in parts[::2]))
+        object.__setattr__(self, "until", steps)
+        _same_fragments("a sequence of stages", self.schedules)
+
+    @property
+    def fragments(self) -> int:
+        """As many as each of the schedules has."""
+        return self.schedules[0].fragments
+
+    def due(self, step: int) -> tuple[int, ...]:
+        """As the schedule whose turn it is says."""
+        return self.schedules[sum(step > last for last in self.until)].due(step)
+
+    def __repr__(self) -> str:
+        """As `parse_schedule` reads it, where all are plain periods."""
+        shown = [str(s.H) if isinstance(s, Every) and not s.offset else repr(s) for s in self.schedules]
+        ends = [f" until {step}, " for step in self.until]
+        return "".join(f"{one}{end}" for one, end in zip(shown, [*ends, ""], strict=True))
+
+
 @dataclass(frozen=True)
 class Union:
     """Due when any of several schedules says so.
@@ -126,9 +175,7 @@ class Union:
 
     def __post_init__(self) -> None:
         """Check that the schedules have the same fragments."""
-        counts = {s.fragments for s in self.schedules}
-        if len(counts) != 1:
-            raise ConfigError(f"a union needs schedules with one number of fragments, got {sorted(counts) or 'none'}")
+        _same_fragments("a union", self.schedules)
 
     @property
     def fragments(self) -> int:
@@ -164,6 +211,27 @@ class Periods:
     def due(self, step: int) -> tuple[int, ...]:
         """The numbers of the states that are due."""
         return tuple(i for i, s in enumerate(self.schedules) if s.due(step))
+
+
+def _same_fragments(what: str, schedules: tuple[Schedule, ...]) -> None:
+    counts = {s.fragments for s in schedules}
+    if len(counts) != 1:
+        raise ConfigError(f"{what} needs schedules with one number of fragments, got {sorted(counts) or 'none'}")
+
+
+def parse_schedule(text: str) -> int | Schedule:
+    """What a text means on a command line: a period, or several, each until a step.
+
+    >>> parse_schedule("32"), parse_schedule("4 until 64, 32")
+    (32, 4 until 64, 32)
+
+    Raises:
+        ConfigError: showing what is not understood, and what would be.
+    """
+    if not re.fullmatch(r"\d+(\s+until\s+\d+\s*,\s*\d+)*", text.strip()):
+        raise ConfigError(f"a period is a number of steps, or several such as '4 until 64, 8 until 192, 32', got {text!r}")
+    numbers = [int(word) for word in re.findall(r"\d+", text)]
+    return numbers[0] if len(numbers) == 1 else Stages(*numbers)
 
 
 def as_schedule(H: int | Schedule) -> Schedule:

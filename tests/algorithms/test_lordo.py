@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from tests.conformance.training import assert_close, assert_same, backward, model_of, snapshot, train
 from tests.processes import LIMIT, Pool
 from tests.tiers import first_quick
-from thinwire import Dense, Flaky, Int8, Link, LoRDO, Metered, SoloLink, TorchLink, World, checkpoint
+from thinwire import Dense, Flaky, Int8, Link, LoRDO, Metered, SoloLink, TorchLink, WarmStart, World, checkpoint
 from thinwire.errors import ConfigError
-from thinwire.maths.low_rank import similarity
+from thinwire.maths.lives import weight_seen
+from thinwire.maths.low_rank import contribution, similarity
 from thinwire.network import ring_traffic
 from thinwire.optim import LowRankAdam, QHAdam
 from thinwire.sharding.mesh import make_mesh, shard_model
@@ -36,7 +37,20 @@ def made(model: nn.Module, link: Link, **settings: Any) -> LoRDO:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("own", [{}, {"qh": "inside"}, {"feedback": False}, {"rotate": False}, {"omega": 1.0}, {"rank": 0.5}])
+@pytest.mark.parametrize(
+    "own",
+    [
+        {},
+        {"qh": "inside"},
+        {"feedback": False},
+        {"rotate": False},
+        {"omega": 1.0},
+        {"rank": 0.5},
+        {"source": "gradient", "lives": 4.0},
+        {"source": "sketch"},
+    ],
+    ids=repr,
+)
 def test_one_worker_is_low_rank_adam_bit_for_bit(own: dict[str, Any], dtype: torch.dtype) -> None:
     alone, reference = model_of(dtype=dtype), model_of(dtype=dtype)
     settings = {"lr": 0.01, "rank": 2, "weight_decay": 0.1, **own}
@@ -239,6 +253,115 @@ def test_l6_memory_and_bytes_are_those_of_the_formulas() -> None:
                 assert (exchange.sent, exchange.received) == ring_traffic(exchange.op, [formula] * workers, number)
 
 
+# --- Projectors from gradients -----------------------------------------------------------------------------------------------
+
+
+def gradient_of(rank: int, step: int) -> Tensor:
+    return torch.randn(12, 20, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+@pytest.mark.parametrize(("source", "columns"), [("difference", 0), ("gradient", 20), ("sketch", 11)])
+def test_all_find_the_projector_of_the_mean_gradient_and_its_bytes_are_counted(source: str, columns: int) -> None:
+    def worker(link: Link) -> tuple[Tensor, list[int], int]:
+        x, metered = nn.Parameter(torch.zeros(12, 20)), Metered(link)
+        opt = LoRDO([x], metered, rank=3, H=2, source=source, average_feedback=True, alarm_every=1)  # type: ignore[arg-type]
+        for step in range(1, 5):
+            x.grad = gradient_of(link.rank, step)
+            opt.step()
+        rounds = [e.payload for e in metered.meter.recent if e.purpose == "round"]
+        return opt.state[x]["Q"].clone(), rounds, opt.message_nbytes()
+
+    (Q, rounds, formula), (other, *_) = World(2).run(worker)
+    assert torch.equal(Q, other)
+    values = 12 * 20 + 2 * 3 * 20 + 12 * 20 + 12 * columns  # x, u and v, E, and what Q is taken from
+    assert rounds == [4 * (values + 2)] * 2 == [formula] * 2
+    mean = (gradient_of(0, 4) + gradient_of(1, 4)) / 2
+    given = mean if source != "sketch" else contribution(mean, Q, "sketch", round=2)
+    expected = similarity(Q, torch.linalg.svd(given)[0][:, :3])
+    assert (expected == pytest.approx(1, abs=1e-4)) is (source != "difference")
+
+
+@pytest.mark.parametrize("source", ["gradient", "sketch"])
+def test_a_worker_without_a_gradient_gives_nothing_for_the_projector(source: str) -> None:
+    """One that skipped the step of the round, and all of them in `finish()`."""
+
+    def worker(link: Link) -> tuple[Tensor, Tensor, int]:
+        x = nn.Parameter(torch.zeros(12, 20))
+        opt = LoRDO([x], link, rank=3, H=2, source=source, alarm_every=1)  # type: ignore[arg-type]
+        for step in range(1, 4):
+            x.grad = gradient_of(link.rank, step)
+            if (link.rank, step) == (1, 2):
+                x.grad.fill_(float("nan"))
+            opt.step()
+            if step == 2:
+                found = opt.state[x]["Q"].clone()
+        opt.finish()
+        return found, opt.state[x]["Q"].clone(), opt.aborted_rounds
+
+    (Q, after, aborted), (other, *_) = World(2).run(worker)
+    assert aborted == 0
+    assert torch.equal(Q, other)
+    mine = contribution(gradient_of(0, 2), Q, source, round=1)
+    assert similarity(Q, torch.linalg.svd(mine)[0][:, :3]) == pytest.approx(1, abs=1e-4), "that of the other worker"
+    assert torch.equal(Q, after)
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_error_feedback_is_averaged_where_asked_for(average: bool) -> None:
+    def worker(link: Link) -> list[Tensor]:
+        model = model_of()
+        opt = made(model, link, average_feedback=average, alarm_every=1)
+        train(model, opt, link.rank, H)
+        return [t.clone() for t in opt.slot("E")]
+
+    a, b = World(2).run(worker)
+    assert len(a) == 2 and all(bool(t.any()) for t in a)
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)) is average
+
+
+@pytest.mark.parametrize("codec", [None, Int8()], ids=repr)
+def test_where_nothing_is_projected_there_is_nothing_to_send_for_it(codec: Any) -> None:
+    model, plain = model_of(), model_of()
+    opt = made(model, SoloLink(), rank=0, source="sketch", average_feedback=True, codec=codec)
+    train(model, opt, 0, 2 * H)
+    assert opt.message_nbytes() == made(plain, SoloLink(), rank=0, codec=codec).message_nbytes()
+
+
+# --- After a synchronous start -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("take", ["Q", "v", "all"])
+def test_it_goes_on_with_what_a_start_has_found(take: str) -> None:
+    """The corrected moments are those of the start, though betas are others; b1 grows from 0.9 where u is kept."""
+    model = model_of()
+    inner = LowRankAdam(model.parameters(), lr=0.01, rank=2, H=H, betas=(0.9, 0.95))
+    settings: dict[str, Any] = {"betas": (0.99, 0.999), "lives": 4.0, "from_start": take}
+    opt = WarmStart(inner, SoloLink(), steps=6, then=lambda _, link: made(model, link, **settings))
+    train(model, opt, 0, 6)  # type: ignore[arg-type]
+    method = opt.at_work
+    assert isinstance(method, LoRDO)
+    for p in method._active:
+        mine, theirs = method.state[p], inner.state[p]
+        if "Q" in mine:
+            assert torch.equal(mine["Q"], theirs["Q"])
+            assert torch.equal(mine["E"], theirs["E"]) is (take == "all")
+        if take == "Q":
+            assert not mine["exp_avg_sq"].any() and not mine["step"]
+            continue
+        assert int(mine["step"]) == 6
+        torch.testing.assert_close(mine["exp_avg_sq"] / (1 - 0.999**6), theirs["exp_avg_sq"] / (1 - 0.95**6))
+        age = int(mine["step"] - mine["step_of_reset"])
+        assert age == (26 if take == "all" else 0)
+        if take == "all":
+            torch.testing.assert_close(mine["exp_avg"] / weight_seen(0.99, 26, 4.0), theirs["exp_avg"] / (1 - 0.9**6))
+        else:
+            assert not mine["exp_avg"].any()
+    before = snapshot(model)
+    train(model, opt, 0, 2 * H, first=7)  # type: ignore[arg-type]
+    assert all(bool(x.isfinite().all()) for x in snapshot(model))
+    assert not torch.equal(before[0], snapshot(model)[0])
+
+
 # --- Groups, periods and codecs ----------------------------------------------------------------------------------------------
 
 
@@ -323,10 +446,28 @@ def test_with_local_projection_moments_stay_home() -> None:
         made(model_of(), SoloLink(), projection="local", K_u=8)
 
 
-@pytest.mark.parametrize(("name", "bad"), [("qh", "beside"), ("projection", "random"), ("clip_norm", -1.0), ("rank", 1.5)])
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("qh", "beside"),
+        ("projection", "random"),
+        ("clip_norm", -1.0),
+        ("rank", 1.5),
+        ("source", "noise"),
+        ("lives", -1.0),
+        ("from_start", "u"),
+    ],
+)
 def test_bad_settings_are_refused(name: str, bad: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name} .*got {bad!r}"):
         made(model_of(), SoloLink(), **{name: bad})
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match="source is of all, got 'sketch'"):
+        made(model_of(), SoloLink(), projection="local", source="sketch")
+    with pytest.raises(ConfigError, match="which feedback=False does without"):
+        made(model_of(), SoloLink(), feedback=False, average_feedback=True)
 
 
 def test_clipping_is_that_of_torch() -> None:
@@ -424,7 +565,17 @@ def test_sharded_parameters_are_refused(pool: Pool) -> None:
 # --- Resuming and runs -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("own", [{}, {"projection": "local"}, {"codec": Int8()}, {"K_u": 2}], ids=repr)
+@pytest.mark.parametrize(
+    "own",
+    [
+        {},
+        {"projection": "local"},
+        {"codec": Int8()},
+        {"K_u": 2},
+        {"source": "sketch", "lives": 4.0, "average_feedback": True, "from_start": "all"},
+    ],
+    ids=repr,
+)
 def test_state_dict_resumes_bit_for_bit(own: dict[str, Any]) -> None:
     def worker(link: Link, stop: int) -> list[Tensor]:
         model = model_of()

@@ -26,11 +26,18 @@ ALGORITHMS = found() | {name: found()[presets()[name][0]] for name in FIXED}
 OWNED: dict[str, str] = {"demo": "DCT(4) >> TopK(2) >> Sign()", "streaming-diloco": "ternary", "mt-dao": "fp4"}
 FIXED |= {f"{name}-by-owners": {"wire": wire, "route": "owners"} for name, wire in OWNED.items()}
 ALGORITHMS |= {f"{name}-by-owners": found()[name] for name in OWNED}
+# LoRDO with projectors that are taken from what its messages hold besides.
+SOURCES: dict[str, dict[str, Any]] = {
+    "lordo-gradient": {"source": "gradient", "lives": 4.0},
+    "lordo-sketch": {"source": "sketch", "average_feedback": True, "from_start": "v"},
+}
+FIXED |= SOURCES
+ALGORITHMS |= {name: found()["lordo"] for name in SOURCES}
 NAMES = list(ALGORITHMS)
 
 
 def named(chosen: Callable[[str], bool] = lambda _: True) -> list[Any]:
-    """Those of `NAMES` that are chosen, for `parametrize`. Presets and owners are slow: a quick test has each class."""
+    """Those of `NAMES` that are chosen, for `parametrize`. All but the classes are slow: a quick test has each class."""
     return [name if name in found() else pytest.param(name, marks=pytest.mark.slow) for name in NAMES if chosen(name)]
 
 

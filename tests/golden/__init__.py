@@ -26,7 +26,7 @@ import torch
 from benchmarks.arms import PARTS, Run, run_of
 from torch import Tensor
 
-from tests.conformance.training import NAMES, backward, build, codec_of, model_of
+from tests.conformance.training import NAMES, SOURCES, backward, build, codec_of, model_of
 from thinwire import Link, Metered, World
 from thinwire.tools.config import RunConfig
 from thinwire.tools.train import Trainer, task_of
@@ -137,6 +137,7 @@ def set_ups() -> list[tuple[str, str, int, bool]]:
         (place, name, size, gather)
         for name in NAMES
         if not name.endswith("-by-owners")  # of which tests/test_owners.py has the identities
+        and name not in SOURCES
         for gather in (True, False)
         for place, size in (("sim", 2), ("sim", 3), ("gloo", 2))
     ]

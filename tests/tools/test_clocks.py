@@ -17,10 +17,14 @@ from thinwire.core.phases import at_work
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError
 from thinwire.optim import QHADOPT, QHM, LowRankAdam, QHAdam, QHMuon, propose_beta
+from thinwire.schedules import Every, Periods, Stages
 from thinwire.tools.build import optimizer_of, warm_start_of
 from thinwire.tools.cli import main
 from thinwire.tools.config import RunConfig, check_same_run, read_run_toml, write_run_toml
+from thinwire.tools.flags import parse_run
+from thinwire.tools.plan.messages import period_of, run_messages
 from thinwire.tools.train import Progress, Trainer
+from thinwire.tools.words import words_of
 
 
 def config_of(algorithm: str, **settings: Any) -> RunConfig:
@@ -69,6 +73,56 @@ def test_settings_of_slow_momenta_are_refused_where_there_are_none() -> None:
         inner_of(config_of("diloco", inner="sgd", beta2=0.9))
     with pytest.raises(ConfigError, match=r"qh-omegas must be given with qh-betas=\(0.9, 0.99\)"):
         inner_of(config_of("mt-dao", qh_betas=(0.9, 0.99)))
+
+
+# --- Periods that grow -------------------------------------------------------------------------------------------------------
+
+
+def test_periods_that_grow_are_typed_in_as_a_text(tmp_path: Path) -> None:
+    config, _ = parse_run("train", ["--algorithm", "mt-dao", "--H", "2 until 4, 8", "--K-v", "16", "--steps", "99999"])
+    assert (config.settings["H"], config.settings["K_v"]) == ("2 until 4, 8", 16)
+    opt = optimizer_of(config, nn.Linear(4, 4), SoloLink())
+    assert opt.schedule == Periods((Stages(2, 4, 8), Stages(2, 4, 8), Every(16)))
+    assert opt.fingerprint()["H"] == "2 until 4, 8"
+    assert opt.param_groups[0]["betas"] == (propose_beta(8).beta,), "of the longest period"
+    assert parse_run("train", words_of(config))[0] == config
+    write_run_toml(tmp_path / "run.toml", config)
+    assert read_run_toml(tmp_path / "run.toml") == config
+    with pytest.raises(ConfigError, match=r"a period is a number of steps, or several such as .* got 'often'"):
+        optimizer_of(config_of("diloco", settings={"H": "often"}), nn.Linear(4, 4), SoloLink())
+
+
+@pytest.mark.parametrize("algorithm", ["local-sgd", "mt-dao", "diloco", "decoupled-diloco", "lordo", "noloco"])
+def test_a_plan_counts_the_rounds_of_a_run_whose_periods_grow(algorithm: str) -> None:
+    config = config_of(algorithm, settings={"H": "2 until 6, 4 until 12, 8"})
+    messages = run_messages(config, nn.Linear(8, 8), workers=2)
+    assert [int(m.posted) for m in messages] == [2, 4, 6, 8, 12, 16, 24]
+    period = period_of(config, nn.Linear(8, 8), workers=2)
+    assert (period.steps, [m.posted for m in period.messages if m.nbytes > 1]) == (8, [8])
+
+
+def test_a_run_whose_periods_grow_resumes_bit_for_bit() -> None:
+    def worker(link: Link, stop: int) -> list:
+        model, growing = model_of(), Stages(1, 3, 4, 8, 6)
+        opt = build("mt-dao", model.parameters(), link, H=growing, alarm_every=1)
+        train(model, opt, link.rank, stop)
+        assert opt.rounds == len([s for s in range(1, stop + 1) if growing.due(s)])
+        again = model_of(seed=9)
+        again.load_state_dict(model.state_dict())
+        resumed = build("mt-dao", again.parameters(), link, H=growing, alarm_every=1)
+        resumed.load_state_dict(opt.state_dict())
+        train(again, resumed, link.rank, 14 - stop, first=stop + 1)
+        return snapshot(again)
+
+    straight, early, late = (World(2).run(lambda link, stop=stop: worker(link, stop)) for stop in (0, 2, 10))
+    for mine in (early, late):
+        assert_same(mine[0], straight[0])
+        assert_same(mine[1], straight[1])
+
+
+def test_what_needs_a_plain_period_refuses_one_that_grows() -> None:
+    with pytest.raises(ConfigError, match="tau=1 needs a plain number of steps per round, got H=2 until 4, 8"):
+        optimizer_of(config_of("diloco", settings={"H": "2 until 4, 8", "tau": 1}), nn.Linear(4, 4), SoloLink())
 
 
 def test_pairs_and_defaults_survive_run_toml(tmp_path: Path) -> None:
@@ -192,6 +246,48 @@ def test_lordo_goes_on_with_the_projectors_of_its_warm_start() -> None:
     assert torch.equal(opt.state[model.weight]["Q"], opt.inner.state[model.weight]["Q"])
     assert opt.steps == 8
     assert not opt.state[model.weight]["exp_avg"].any()
+
+
+def test_the_start_of_lordo_takes_its_projectors_from_where_lordo_does() -> None:
+    config = config_of("lordo", warm_start=8, settings={"H": 4, "rank": 3, "source": "sketch"})
+    inner = warm_start_of(config, nn.Linear(8, 8), SoloLink()).inner
+    assert isinstance(inner, LowRankAdam)
+    assert (inner.source, inner.H) == ("sketch", 4)
+    baseline = inner_of(config_of("data-parallel", inner="low-rank", low_rank_source="gradient", qh_lives=4.0, settings={}))
+    assert isinstance(baseline, LowRankAdam)
+    assert (baseline.source, baseline.param_groups[0]["lives"]) == ("gradient", 4.0)
+
+
+def test_moments_of_a_start_by_demo_are_not_of_low_rank() -> None:
+    config = config_of("lordo", warm_start=8, warm_by="demo", settings={"H": 4, "from_start": "v"})
+    with pytest.raises(ConfigError, match="from-start=v goes on with the moments of a start by ddp"):
+        warm_start_of(config, nn.Linear(8, 8), SoloLink())
+
+
+def test_embeddings_may_be_left_at_full_rank() -> None:
+    model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 8))
+    both = [
+        optimizer_of(config_of("lordo", full_rank="embeddings", settings={"H": 4}), model, SoloLink()),
+        warm_start_of(config_of("lordo", full_rank="embeddings", settings={"H": 4}, warm_start=8), model, SoloLink()),
+    ]
+    assert [[(len(g["params"]), g["rank"]) for g in opt.param_groups] for opt in both] == [[(2, 0.25), (1, 0)]] * 2
+    assert "Q" not in both[0].state[model[0].weight]
+    assert "Q" in both[0].state[model[1].weight]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (config_of("diloco", full_rank="embeddings"), "full-rank is a setting of lordo and --inner low-rank, not of adamw"),
+        (config_of("mt-dao", full_rank="embeddings"), "not of qhadam, got 'embeddings'"),
+        (config_of("demo", full_rank="embeddings", settings={}), "not of demo, got 'embeddings'"),
+        (config_of("lordo", low_rank_source="sketch"), "low-rank-source is a setting of --inner low-rank, not of lordo"),
+    ],
+    ids=lambda value: getattr(value, "algorithm", ""),
+)
+def test_settings_of_low_rank_moments_are_refused_where_there_are_none(config: RunConfig, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        optimizer_of(config, nn.Linear(4, 4), SoloLink())
 
 
 # --- Newcomers ---------------------------------------------------------------------------------------------------------------

@@ -91,6 +91,8 @@ RUNS = [
     run("decoupled-diloco", H=4),
     run("sparseloco", H=4),
     run("lordo", H=4, rank=0.25),
+    run("lordo", H=4, rank=0.25, source="sketch", average_feedback=True),
+    run("mt-dao", "fp4", H="1 until 6, 4", K_v="2 until 5, 8"),
     run("noloco", H=4),
 ]
 
@@ -561,6 +563,7 @@ def test_json_has_everything_and_settings_are_taken(capsys: pytest.CaptureFixtur
     assert rows["ddp"]["payload_per_step"] == 4 * 820_352
     assert rows["diloco H=16"]["payload_per_step"] == 4 * (820_352 + 4) / 16
     assert rows["demo k=8"]["wire"] == "DCT(64) >> TopK(8) >> Sign()"
+    assert rows["demo k=8"]["route"] in ("gather", "owners")
     assert rows["des-loc H=16"]["settings"] == {"H": 16, "K_u": 48, "K_v": 96}
     assert rows["streaming-diloco H=16"]["settings"] == {"H": 16, "tau": 3}
     assert set(rows["demo k=8"]["needed"]) == {"k"}
@@ -640,3 +643,30 @@ def test_the_messages_of_a_whole_run_are_those_that_its_link_meters(run: dict[st
 def test_a_run_without_a_wire_sends_nothing() -> None:
     assert run_messages(RunConfig(algorithm="alone"), gpt_like(2000), workers=4) == []
     assert run_messages(RunConfig(algorithm="demo"), gpt_like(2000), workers=1) == []
+
+
+def test_with_many_workers_owners_are_planned_and_what_they_send_is_what_the_meter_counts() -> None:
+    few, many = (advise(gpt_like(10_000_000), _cluster_of(n), wishes=Wishes(route="auto")) for n in (2, 16))
+    demo = next(offer for offer in many.offers if offer.method.name == "demo")
+    assert demo.by_owners and demo.name == "demo k=128 by owners"
+    assert not any(offer.by_owners for offer in few.offers)
+    gathered = next(o for o in advise(gpt_like(10_000_000), _cluster_of(16)).offers if o.method.name == "demo")
+    assert demo.cost.bytes_per_step < gathered.cost.bytes_per_step / 3
+    config = replace(demo.config, route="owners", task="gpt-pico")
+    model = task_of(config, 16).model()
+
+    def worker(link: SimLink) -> int:
+        made = task_of(config, 16).model()
+        opt = optimizer_of(config, made, link)
+        for p in made.parameters():
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(link.rank))
+        opt.step()
+        return opt.meter.totals.sent - opt.meter.purposes["handshake"].sent
+
+    sent = World(16).run(worker)
+    told = predict(config, model, _cluster_of(16)).bytes_per_step
+    assert max(sent) <= told <= 1.05 * max(sent), "the most that leaves one in each half"
+
+
+def _cluster_of(workers: int) -> Cluster:
+    return Cluster(workers=workers, network=Network(bandwidth=1e8, latency=0.02), step_time=0.5)

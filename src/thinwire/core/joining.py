@@ -1,10 +1,11 @@
-"""What an optimizer offers on an elastic link: joining a run, following it, and what to train on."""
+"""What an optimizer offers for going on where others are: on an elastic link joining a run, following it, what to train on."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from thinwire.core.slots import SlotOptimizer
@@ -64,6 +65,9 @@ class JoiningOptimizer(SlotOptimizer):
 
     def caught_up(self) -> None:
         """Told when this worker has followed rounds in which it took no steps."""
+
+    def taken_over(self, before: Optimizer) -> None:
+        """Told when it goes on where the optimizer of a start has stopped, after it was given what `takes_over` names."""
 
     def _elastic(self, what: str) -> ElasticEngine:
         if self.engine.elastic is None:

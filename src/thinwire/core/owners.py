@@ -18,7 +18,7 @@ import hashlib
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -294,7 +294,8 @@ class Owned(Exchange):
         """Tell each other whether the round is valid and could be read: what one worker could not, no worker may apply."""
         failed, too_large = self.any_shard(error is not None), self.any_shard(overflow or self._overflowed)
         said = _UNREAD * failed | _INVALID * self.invalid | _OVERFLOW * too_large
-        told = self.link.all_gather(Payload.of_bytes(bytes([said]), purpose="vote", fixed=True))
+        ballot = Payload.of_bytes(bytes([said]), purpose="vote", fixed=True)
+        told = self.link.post(replace(ballot, due=(1,) * self.peers.size), "spread").wait()  # one hop: a gather goes round
         votes = {p.sender: p.to_bytes()[0] for p in told}
         culprits = [rank for rank, vote in votes.items() if rank is not None and vote & _INVALID]
         if culprits or any(vote & _OVERFLOW for vote in votes.values()):

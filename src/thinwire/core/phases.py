@@ -221,6 +221,7 @@ def take_over(optimizer: Algorithm, before: Algorithm) -> None:
             theirs = known.get(p, {}).get(name)
             if name in state and theirs is not None and state[name].shape == theirs.shape:
                 state[name].copy_(theirs)
+    optimizer.taken_over(before)
 
 
 def hand_over_second_moments(optimizer: Wrapper, before: Algorithm) -> None:

@@ -12,6 +12,8 @@ How a state is averaged follows from what it has:
     and anchor        send what is large everywhere again and again
     anchor            D_i = s_i - a (+ e_i);  Q = mean_j C(D_j);  a <- a + Q;  s_i <- a;  e_i <- D_i - C(D_i)
     anchor and outer  the same with  a <- a + eta (Q + mu m),  m <- mu m + Q first: an outer Nesterov step
+
+A `Derived` state, such as a projector, is not averaged itself: all workers make it of the mean of something else.
 """
 
 from __future__ import annotations
@@ -116,6 +118,26 @@ class State:
         torch._foreach_copy_(mine, torch._foreach_add(progress, anchor))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Derived(State):
+    """A state that all workers make anew of something that they average: `give` makes what is sent, `outer` takes the mean."""
+
+    give: Tensors
+
+    def outgoing(self) -> list[Tensor]:
+        """What this worker gives."""
+        return self.give()
+
+    def take(self, given: list[Tensor], mean: list[Tensor], sent: list[Tensor], *, resynced: bool = False) -> None:  # noqa: ARG002
+        """Have it made; whether this worker's own was counted makes no difference."""
+        self.skip(mean)
+
+    def skip(self, mean: list[Tensor]) -> None:
+        """Likewise."""
+        assert self.outer is not None
+        self.outer(self.tensors(), mean)
+
+
 class StateAveraging(Algorithm):
     """Base of the methods whose rounds average states with periods; they set `states` when they are made.
 
@@ -149,8 +171,8 @@ class StateAveraging(Algorithm):
         return {"owed": owed, "model": self.params(), "which": [*which] * len(states)}
 
     def due_states(self) -> list[State]:
-        """The states of the round at hand."""
-        return [self.states[i] for i in self.due]
+        """The states of the round at hand; where no matrix is projected, some have no tensors."""
+        return [self.states[i] for i in self.due if self.states[i].tensors()]
 
     def send(self) -> Outgoing:
         """All states that are due, one after the other; all of them where a worker is resynced, which sends zeros."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError, check_choice, check_not_negative, check_whole_number
+from thinwire.maths.lives import age_of, beta_at
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 Reset = bool | Literal["age"]
@@ -49,7 +50,7 @@ class Mixture:
         """As it is when the momenta have seen `age` gradients, the current one included."""
         if not self.lives:
             return self
-        return replace(self, betas=tuple(min(b, 0.5 ** (self.lives / age)) for b in self.betas))
+        return replace(self, betas=tuple(beta_at(b, age, self.lives) for b in self.betas))
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class MomentumSwitch:
 
     def first_age(self, lives: float) -> int:
         """The age at which a momentum goes on after the warm-up: 0 once zeroed, else that at which `lives` allows its beta."""
-        return 0 if self.reset != "age" or not self.warmup_beta else round(lives * math.log(0.5) / math.log(self.warmup_beta))
+        return age_of(self.warmup_beta, lives) if self.reset == "age" else 0
 
     def applied(self, lr: float, mixture: Mixture, *, step: int, age: int) -> tuple[float, Mixture]:
         """The learning rate and the mixture of one step.

@@ -19,6 +19,7 @@ from thinwire.tools.config import RunConfig
 from thinwire.tools.plan import (
     MOST_H,
     Cluster,
+    Period,
     Prediction,
     bandwidth_for,
     cost_of,
@@ -126,6 +127,7 @@ class Offer:
         loss: at this setting, where it is known.
         needed: the smallest H, the largest k or the least bandwidth that is enough; None where none is.
         never: why none is: the "latency" is too much whatever is sent, or even the least message has too many "bytes".
+        by_owners: whether its messages are averaged by owners, which the run must be told (`route="owners"`).
     """
 
     method: Method
@@ -136,9 +138,15 @@ class Offer:
     loss: Loss | None
     needed: float | None
     never: Literal["latency", "bytes"] | None = None
+    by_owners: bool = False
 
     @property
     def name(self) -> str:
+        """The method and its H or k, and that owners average its messages where they do."""
+        return f"{self.listed} by owners" if self.by_owners else self.listed
+
+    @property
+    def listed(self) -> str:
         """The method and its H or k."""
         return self.method.name if self.knob == "bandwidth" else f"{self.method.name} {self.knob}={self.value}"
 
@@ -169,6 +177,7 @@ class Wishes:
     H: int | None = None
     k: int | None = None
     tau: int | None = None
+    route: Literal["gather", "auto"] = "gather"
     methods: Sequence[Method] = field(default=METHODS)
 
 
@@ -206,7 +215,12 @@ def offer_of(method: Method, model: nn.Module, cluster: Cluster, utilisation: fl
         endless = replace(cluster, network=Network(latency=cluster.network.latency))
         longest = period if H is None else period.stretched(MOST_H / H)
         never = "latency" if cost_of(longest, endless).utilisation < utilisation else "bytes"
-    return Offer(method, config, knob, value, cost_of(period, cluster), loss_at(method, value, knob), needed, never)
+    loss = loss_at(method, value, knob)
+    return Offer(method, config, knob, value, cost_of(period, cluster), loss, needed, never, _by_owners(period))
+
+
+def _by_owners(period: Period) -> bool:
+    return any(message.op == "deal" for message in period.messages)
 
 
 def _with_wishes(config: RunConfig, wishes: Wishes) -> RunConfig:
@@ -216,7 +230,7 @@ def _with_wishes(config: RunConfig, wishes: Wishes) -> RunConfig:
         config = replace(config, settings={**config.settings, "tau": wishes.tau})
     if wishes.k is not None and entries_per_block(config) is not None:
         config = with_k(config, wishes.k)
-    return config
+    return replace(config, route=wishes.route)
 
 
 # --- The recommendation ----------------------------------------------------------------------------------------------------
@@ -244,8 +258,9 @@ def _preference(offer: Offer) -> tuple[float, bool, float]:
 def _turned(offer: Offer, value: int, model: nn.Module, cluster: Cluster) -> Offer:
     """The offer with another H or k."""
     config = with_H(offer.config, value) if offer.knob == "H" else with_k(offer.config, value)
-    cost, loss = predict(config, model, cluster), loss_at(offer.method, value, offer.knob)
-    return replace(offer, config=config, value=value, cost=cost, loss=loss)
+    loss = loss_at(offer.method, value, offer.knob)
+    period = period_of(config, model, workers=cluster.workers, backward=cluster.backward)
+    return replace(offer, config=config, value=value, cost=cost_of(period, cluster), loss=loss, by_owners=_by_owners(period))
 
 
 def _closest(offers: Sequence[Offer], model: nn.Module, cluster: Cluster, *, below: float = math.inf) -> Offer | None:

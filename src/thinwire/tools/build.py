@@ -19,13 +19,15 @@ from thinwire.core.route import Owners, Route
 from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError
 from thinwire.links import Link
+from thinwire.schedules import Every, Schedule, Stages, parse_schedule
 from thinwire.tasks import make_task
 from thinwire.tasks.task import Task
 from thinwire.tools.config import RunConfig, resolve_algorithm
-from thinwire.tools.inner import beta2_of, inner_of, refuse_slow_settings
+from thinwire.tools.inner import beta2_of, groups_of, inner_of, refuse_low_rank_settings, refuse_slow_settings
 from thinwire.warm_start import WarmStart
 
 WARM_WIRE = "DCT(64) >> TopK(256) >> Sign()"  # of a warm start by DeMo: what counts is the beginning
+_PERIODS = ("H", "K_u", "K_v")
 WARM_INNER = {"lordo": "low-rank"}  # what takes the synchronous steps of a warm start where a method has no inner optimizer
 
 
@@ -60,9 +62,11 @@ def warm_start_of(config: RunConfig, model: nn.Module, link: Link, *, wire: Link
         wire: what the algorithm uses, where that is another link.
     """
     inner = _inner_for(config, model)
+    if config.warm_by == "demo" and (take := config.settings.get("from_start", "Q")) != "Q":
+        raise ConfigError(f"from-start={take} goes on with the moments of a start by ddp, and demo has none of low rank")
     if inner is None:
         cls = found()[resolve_algorithm(config.algorithm, found())[0]]
-        inner = inner_of(WARM_INNER.get(cls.name, "adamw"), model, config, K=config.settings.get("H", 32))
+        inner = inner_of(WARM_INNER.get(cls.name, "adamw"), model, config, K=longest_period(settings_of(config).get("H", 32)))
 
     def start(inner: Optimizer, link: Link) -> Algorithm:
         shared: dict[str, Any] = {"clip_norm": config.clip_norm, "buffers": running_statistics(model)}
@@ -83,17 +87,32 @@ def warm_start_of(config: RunConfig, model: nn.Module, link: Link, *, wire: Link
 
 def _inner_for(config: RunConfig, model: nn.Module) -> Optimizer | None:
     """A new inner optimizer for the config's algorithm, None where it has none."""
-    name, fixed = resolve_algorithm(config.algorithm, found())
-    cls = found()[name]
+    cls = found()[resolve_algorithm(config.algorithm, found())[0]]
     if not issubclass(cls, Wrapper):
         refuse_slow_settings(config, config.algorithm)
+        refuse_low_rank_settings(config, config.algorithm, full_rank=cls.name in WARM_INNER)
         if config.inner is not None:
             raise ConfigError(f"{config.algorithm} is an optimizer itself and has no inner one, got --inner {config.inner}")
         return None
-    settings = {**fixed, **config.settings}
+    settings = settings_of(config)
     H = inspect.signature(cls.__init__).parameters.get("H")
     K = settings.get("K_u") or settings.get("H", H.default if H else 32)
-    return inner_of(config.inner or settings.get("inner", cls.usual_inner), model, config, K=K)
+    return inner_of(config.inner or settings.get("inner", cls.usual_inner), model, config, K=longest_period(K))
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """The settings of the config's algorithm and of its name; periods that are written as a text as schedules."""
+    _, fixed = resolve_algorithm(config.algorithm, found())
+    settings = {**fixed, **config.settings}
+    return settings | {k: parse_schedule(settings[k]) for k in _PERIODS if isinstance(settings.get(k), str)}
+
+
+def longest_period(period: int | Schedule) -> int:
+    """The longest period that a setting has, which a slow momentum has to outlive."""
+    if isinstance(period, Stages):
+        return max(s.H for s in period.schedules if isinstance(s, Every))
+    assert isinstance(period, int)
+    return period
 
 
 def optimizer_of(
@@ -114,8 +133,7 @@ def optimizer_of(
         params: parameter groups for an algorithm without one; by default the model's parameters.
     """
     algorithms = found()
-    name, fixed = resolve_algorithm(config.algorithm, algorithms)
-    cls, settings = algorithms[name], {**fixed, **config.settings}
+    cls, settings = algorithms[resolve_algorithm(config.algorithm, algorithms)[0]], settings_of(config)
     settings.pop("inner", None)
     prescribed = settings.pop("wire", None)
     if wire := config.wire or prescribed:
@@ -131,7 +149,7 @@ def optimizer_of(
     _inner_for(config, model)  # refuses settings of an inner optimizer
     known = inspect.signature(cls.__init__).parameters
     own = {"lr": config.lr, "weight_decay": config.weight_decay}
-    return make(params or model.parameters(), link, **{k: v for k, v in own.items() if k in known}, **settings)
+    return make(params or groups_of(model, config), link, **{k: v for k, v in own.items() if k in known}, **settings)
 
 
 def route_of(config: RunConfig) -> Route:

@@ -44,6 +44,8 @@ class RunConfig:
             "warm_lr",
             "warm_by",
             "warm_wire",
+            "low_rank_source",
+            "full_rank",
             "back",
             "owner_feedback",
         }
@@ -88,6 +90,10 @@ class RunConfig:
     """What becomes of the momenta at that switch: zero, or kept, with betas that grow from 0.9 on by qh-lives (age)."""
     qh_lr_scale: float = 1.0
     """Multiplies the learning rate after that switch."""
+    low_rank_source: Literal["difference", "gradient", "sketch"] | None = None
+    """What low-rank takes its projectors from; by default differences of parameters. In a start of lordo, as lordo does."""
+    full_rank: Literal["embeddings"] | None = None
+    """What lordo and low-rank do not project; by default nothing but vectors."""
     warm_start: int = 0
     """So many first steps are synchronous (gradients averaged, inner optimizer as chosen); then the method takes over."""
     warm_lr: float | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,13 +24,12 @@ def inner_of(name: str, model: nn.Module, config: RunConfig, *, K: int) -> Optim
         K: steps between two averages, for which a slow momentum is chosen.
     """
     if name in _SLOW:
+        refuse_low_rank_settings(config, name)
         return _SLOW[name](model.parameters(), **_slow_settings(name, config, K))
     if name == "low-rank":
-        beta, omega = (config.qh_betas or (0.9,))[0], (config.qh_omegas or (0.97,))[0]
-        settings: dict[str, Any] = {"H": K, "betas": (beta, beta2_of(config)), "omega": omega}
-        settings |= {"rank": config.settings["rank"]} if "rank" in config.settings else {}  # before LoRDO: of one shape
-        return LowRankAdam(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, **settings)
+        return _low_rank(model, config, K)
     refuse_slow_settings(config, name)
+    refuse_low_rank_settings(config, name)
     if config.beta2 is not None and name in ("sgd", "momentum"):
         raise ConfigError(f"beta2 is of a second moment, which {name} does not have, got {config.beta2!r}")
     if name == "muon":
@@ -78,14 +77,47 @@ def refuse_slow_settings(config: RunConfig, name: str) -> None:
             raise ConfigError(f"{flag} is a setting of {', '.join(_SLOW)}, not of {name}, got {value!r}")
 
 
+def refuse_low_rank_settings(config: RunConfig, name: str, *, full_rank: bool = False) -> None:
+    """Raise a `ConfigError` where a run has settings of low-rank moments and `name` has none; `full_rank` may be allowed."""
+    for setting in ("low_rank_source", *(() if full_rank else ("full_rank",))):
+        if (value := getattr(config, setting)) is not None:
+            whose = "--inner low-rank" if setting == "low_rank_source" else "lordo and --inner low-rank"
+            raise ConfigError(f"{setting.replace('_', '-')} is a setting of {whose}, not of {name}, got {value!r}")
+
+
 def beta2_of(config: RunConfig) -> float:
     """Decay of the second moment of plain optimizers."""
     return 0.95 if config.beta2 is None else config.beta2
 
 
+def groups_of(model: nn.Module, config: RunConfig) -> list[dict[str, Any]] | Iterator[nn.Parameter]:
+    """The model's parameters; in two groups where the run has its embeddings stepped at full rank."""
+    if config.full_rank is None:
+        return model.parameters()
+    embeddings = _embeddings(model)
+    groups = [
+        {"params": [p for p in model.parameters() if id(p) not in embeddings]},
+        {"params": [p for p in model.parameters() if id(p) in embeddings], "rank": 0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _embeddings(model: nn.Module) -> set[int]:
+    return {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+
+
+def _low_rank(model: nn.Module, config: RunConfig, K: int) -> Optimizer:
+    """LoRDO's optimizer on one worker, with LoRDO's own settings in a start of it: their states are of one shape."""
+    beta, omega = (config.qh_betas or (0.9,))[0], (config.qh_omegas or (0.97,))[0]
+    settings: dict[str, Any] = {"H": K, "betas": (beta, beta2_of(config)), "omega": omega, "lives": config.qh_lives}
+    settings |= {name: config.settings[name] for name in ("rank", "source") if name in config.settings}
+    settings |= {"source": config.low_rank_source} if config.low_rank_source else {}
+    return LowRankAdam(groups_of(model, config), lr=config.lr, weight_decay=config.weight_decay, **settings)
+
+
 def _muon(model: nn.Module, config: RunConfig) -> Optimizer:
     """Muon as in MuLoCo: of matrices but the embedding, AdamW of the rest; our own, since torch's takes matrices only."""
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    embeddings = _embeddings(model)
     matrices = [p for p in model.parameters() if p.dim() >= 2 and id(p) not in embeddings]
     rest = [p for p in model.parameters() if p.dim() < 2 or id(p) in embeddings]
     groups = [{"params": matrices}, {"params": rest, "matrices": False}]

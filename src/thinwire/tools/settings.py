@@ -38,7 +38,7 @@ def settings_class(cls: type[Algorithm], fixed: Mapping[str, Any]) -> type:
 
 def _for_a_flag(text: str) -> str:
     """The words of a docstring without what only Python can be given."""
-    return re.sub(r"[,;] or a `Schedule`", "", text)
+    return re.sub(r"or a `Schedule`", 'or several, "4 until 64, 8 until 192, 32"', text)
 
 
 def as_dict(settings: Any) -> dict[str, Any]:
@@ -59,7 +59,8 @@ def _flag_type(kind: Any) -> Any:
     """What the command line takes for a setting: a plain type, or None where it cannot be typed in."""
     if kind in (int, float, bool, str) or get_origin(kind) in (Literal, tuple):
         return kind
-    options = [k for k in get_args(kind) if k is not Schedule and get_origin(k) is not Sequence]
+    # A schedule is typed in as "4 until 64, 32", which `parse_schedule` reads.
+    options = [str if k is Schedule else k for k in get_args(kind) if get_origin(k) is not Sequence]
     plain = [k for k in options if k in (int, float, bool, str, type(None)) or get_origin(k) is Literal]
     if not plain or len(plain) != len(options):
         return None

@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(f"utilisation must be above 0 and below 1, got {flags.utilisation!r}")
     cluster = _cluster(flags)
     title, model = _model(flags)
-    advice = advise(model, cluster, utilisation=flags.utilisation, wishes=Wishes(flags.H, flags.k, flags.tau))
+    advice = advise(model, cluster, utilisation=flags.utilisation, wishes=Wishes(flags.H, flags.k, flags.tau, flags.route))
     if flags.json is not None:
         text = json.dumps(_as_json(flags, model, cluster, advice), indent=1)
         if flags.json == "-":
@@ -84,7 +84,7 @@ def _show(title: str, flags: PlanFlags, cluster: Cluster, advice: Advice) -> Non
         table.add_column(column, justify="right", no_wrap=True)
     dense = advice.offers[0].cost.bytes_per_step
     for offer in advice.offers:
-        table.add_row(offer.name, *_figures(offer, dense))
+        table.add_row(f"{offer.listed} ^" if offer.by_owners else offer.listed, *_figures(offer, dense))
     console.print(table)
     console.print(f"\n{_notes(target, cluster, advice)}\n", highlight=False, style="dim")
     console.print(advice.sentence, highlight=False, style="bold")
@@ -123,12 +123,14 @@ def _notes(target: str, cluster: Cluster, advice: Advice) -> str:
     too_long = ", ".join(offer.name for offer in advice.offers if offer.never == "bytes")
     never = f"; never of {latency}: the latency alone is too much" if latency else ""
     never += f"; never of {too_long}: even the least of it has too many bytes" if too_long else ""
+    owners = any(offer.by_owners for offer in advice.offers)
+    route = ' ^ averaged by owners: --route owners, or route="owners" in Python.' if owners else ""
     packing = "" if cluster.codec_time else "; packing messages is not counted (--codec-time)"
     return (
         f"sent: bytes per worker. for {target}: the H, k or bandwidth with which workers compute {target} of the time{never}. "
         f"{100 * cluster.goodput:.1f}% of the bandwidth is left by headers (--framing){packing}. "
         "loss: against AdamW-DDP in small runs (docs/results.md), for the order; ? was not measured, > beyond what was. "
-        f"* after a warm start: {WARM_STEPS} synchronous steps, which take {show_seconds(advice.warm_seconds)} here."
+        f"* after a warm start: {WARM_STEPS} synchronous steps, which take {show_seconds(advice.warm_seconds)} here.{route}"
     )
 
 
@@ -147,10 +149,11 @@ def _as_json(flags: PlanFlags, model: nn.Module, cluster: Cluster, advice: Advic
 
 def _offer_as_json(offer: Offer) -> dict[str, Any]:
     return {
-        "name": offer.name,
+        "name": offer.listed,
         "algorithm": offer.config.algorithm,
         "settings": offer.config.settings,
         "wire": offer.config.wire,
+        "route": "owners" if offer.by_owners else "gather",
         **asdict(offer.cost),
         "needed": {offer.knob: offer.needed},
         "never": offer.never,

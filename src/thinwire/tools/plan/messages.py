@@ -17,7 +17,7 @@ from thinwire.errors import ConfigError
 from thinwire.links import Link, Ticket
 from thinwire.network import BACKWARD, Op
 from thinwire.payload import Payload
-from thinwire.schedules import Every, Periods, Schedule, Staggered, Union, Warmup
+from thinwire.schedules import Every, Periods, Schedule, Stages, Staggered, Union, Warmup
 from thinwire.tools.build import optimizer_of, warm_start_of
 from thinwire.tools.config import RunConfig
 from thinwire.tools.names import ALONE
@@ -95,8 +95,11 @@ def period_of(config: RunConfig, model: nn.Module, *, workers: int, backward: fl
     config.validate()
     optimizer = optimizer_of(replace(config, steps=10**6), on_meta(model), NullLink(workers))
     steps = _length(optimizer.schedule)
-    at_last = max(optimizer.codecs.until, default=0)  # what a schedule of codecs ends with is what goes on
-    return _with_votes(_with_buffers(Period(steps, tuple(_scheduled(optimizer, 1, steps, rounds=at_last))), optimizer))
+    begun = -(-_begun_after(optimizer.schedule) // steps) * steps  # what schedules end with is what goes on
+    at_last = max(optimizer.codecs.until, default=0)
+    sent = _scheduled(optimizer, begun + 1, begun + steps, rounds=at_last)
+    messages = tuple(replace(m, posted=m.posted - begun, needed=m.needed - begun) for m in sent)
+    return _with_votes(_with_buffers(Period(steps, messages), optimizer), workers)
 
 
 def run_messages(config: RunConfig, model: nn.Module, *, workers: int) -> list[Message]:
@@ -162,7 +165,20 @@ def _length(schedule: Schedule) -> int:
         return math.lcm(*map(_length, schedule.schedules))
     if isinstance(schedule, Warmup):
         return _length(schedule.then)
+    if isinstance(schedule, Stages):
+        return _length(schedule.schedules[-1])
     raise ConfigError(f"a plan needs a schedule that repeats, got {schedule!r}")
+
+
+def _begun_after(schedule: Schedule) -> int:
+    """After how many steps a schedule begins to repeat."""
+    if isinstance(schedule, Periods | Union):
+        return max(map(_begun_after, schedule.schedules))
+    if isinstance(schedule, Warmup):
+        return max(schedule.steps, _begun_after(schedule.then))
+    if isinstance(schedule, Stages):
+        return max([*schedule.until, _begun_after(schedule.schedules[-1])])
+    return 0
 
 
 def _with_buffers(period: Period, optimizer: Algorithm) -> Period:
@@ -182,7 +198,7 @@ def _with_buffers(period: Period, optimizer: Algorithm) -> Period:
     return Period(repeats * period.steps, tuple(messages))
 
 
-def _with_votes(period: Period) -> Period:
+def _with_votes(period: Period, workers: int) -> Period:
     """With what follows each gathered message that is waited for at once: a byte that says whether it could be read.
 
     It follows the second half of a round of owners too.
@@ -191,8 +207,10 @@ def _with_votes(period: Period) -> Period:
     for m in period.messages:
         messages.append(m)
         dealt += m.op == "deal"
-        if (m.op == "gather" and m.needed == m.posted) or (m.op == "deal" and dealt % 2 == 0):
+        if m.op == "gather" and m.needed == m.posted:
             messages.append(Message(m.needed, m.needed, VOTE_NBYTES, "gather"))
+        if m.op == "deal" and dealt % 2 == 0:
+            messages.append(Message(m.needed, m.needed, VOTE_NBYTES * (workers - 1), "deal"))
     return Period(period.steps, tuple(messages))
 
 

@@ -14,7 +14,7 @@ from thinwire.algorithms import found
 from thinwire.codecs import Chain, TopK
 from thinwire.errors import ConfigError
 from thinwire.network import Network
-from thinwire.tools.build import optimizer_of
+from thinwire.tools.build import longest_period, optimizer_of, settings_of
 from thinwire.tools.config import RunConfig, resolve_algorithm
 from thinwire.tools.names import ALONE
 from thinwire.tools.plan.cost import Cluster, cost_of, predict
@@ -92,14 +92,15 @@ def _smallest(holds: Callable[[int], bool], least: int, most: int) -> int | None
 
 def all_settings(config: RunConfig) -> dict[str, Any]:
     """The settings of a run with those that its name fixes, and with the defaults of its class."""
-    name, fixed = resolve_algorithm(config.algorithm, found())
+    name, _ = resolve_algorithm(config.algorithm, found())
     known = inspect.signature(found()[name].__init__).parameters.values()
-    return {p.name: p.default for p in known if p.default is not p.empty} | fixed | config.settings
+    return {p.name: p.default for p in known if p.default is not p.empty} | settings_of(config)
 
 
 def steps_per_round(config: RunConfig) -> int | None:
-    """The H of a run; None for a method that exchanges at every step."""
-    return all_settings(config).get("H")
+    """The H of a run, the longest where it has several; None for a method that exchanges at every step."""
+    H = all_settings(config).get("H")
+    return None if H is None else longest_period(H)
 
 
 def with_H(config: RunConfig, H: int) -> RunConfig:
@@ -110,7 +111,8 @@ def with_H(config: RunConfig, H: int) -> RunConfig:
     scaled: dict[str, Any] = {"H": H}
     for name in ("K_u", "K_v"):
         if period := settings.get(name):
-            each = [max(1, round(K * H / before)) for K in (period if isinstance(period, list | tuple) else [period])]
+            periods = map(longest_period, period if isinstance(period, list | tuple) else [period])
+            each = [max(1, round(K * H / before)) for K in periods]
             scaled[name] = each if isinstance(period, list | tuple) else each[0]
     return replace(config, settings={**config.settings, **scaled})
 

@@ -169,12 +169,12 @@ class DecoupledDiLoCo(Wrapper):
         if arrived.included:
             for _, m_, sent in arrived.each_sent(m):
                 m_.sub_(sent)  # m_i <- beta m_i + D_i - q_i
-        for _, a_, Q, m_, x_, v in arrived.each(a, m, x, velocity or [None] * len(a)):  # Q <- mean_i q_i
+        for _, a_, Q, m_, x_, v in arrived.together(a, m, x, velocity or [None] * len(a)):  # Q <- mean_i q_i
             if self.mode == "published":
-                D = a_ - x_
-                m_.add_(Q)
-                step = D.add_(m_, alpha=self.beta) if self.outer.nesterov else m_
-                a_.add_(step, alpha=-self.outer.lr)
+                D = torch._foreach_sub(a_, x_)
+                torch._foreach_add_(m_, Q)
+                step = torch._foreach_add(D, m_, alpha=self.beta) if self.outer.nesterov else m_
+                torch._foreach_add_(a_, step, alpha=-self.outer.lr)
             else:
-                self.outer.step([a_], [Q], [] if v is None else [v])
+                self.outer.step(a_, Q, v if velocity else [])
         overwrite(x, a)

@@ -22,7 +22,6 @@ more to whiten, two more for phi = adam.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, Self, Unpack
@@ -35,7 +34,7 @@ from thinwire.core.optimizer import Algorithm, PolicyOptions, Start
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.errors import ConfigError, check_choice, check_not_negative
 from thinwire.links.base import Link
-from thinwire.maths.update_rules import UpdateRule, apply_shared, check_group, whitening
+from thinwire.maths.update_rules import UpdateRule, apply_shared, check_group, rms_of, whitening
 from thinwire.sharding.mesh import shard_of
 from thinwire.sharding.shards import local
 
@@ -170,7 +169,6 @@ class DeMo(Algorithm):
         groups, x = [groups[i] for i in arrived.which], self.part("param", arrived.which)
         arrived.take_from(momentum, scale=[group["alpha"] for group in groups])  # m_i <- m_i - alpha q_i
         m, v = ([local(self.state[p][name]) if name in self.state[p] else None for p in params] for name in ("m", "v"))
-        squares = self.shards.totals(arrived.squares()) if any(g["phi"] == "unit" for g in groups) else []
-        rms = [math.sqrt(s / max(1, p.numel())) for s, p in zip(squares, params, strict=False)]
+        rms = rms_of(arrived, self.shards, params) if any(g["phi"] == "unit" for g in groups) else []
         counts = [self.state[p].get("updates") for p in params]
         apply_shared(arrived, x, groups, m=m, v=v, counts=counts, rms=rms)  # x <- x - lr (phi(Q) + wd x)

@@ -15,7 +15,7 @@ from thinwire.errors import ConfigError, check_choice
 Floats = NDArray[np.float32]
 Places = NDArray[np.int64]
 
-_LARGEST_FACTOR = 1e30  # what is scaled up to a median norm from next to nothing stays within float32
+LARGEST_FACTOR = 1e30  # what is scaled up to a median norm from next to nothing stays within float32
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Mean:
             scaled = [sorted(norms)[(len(norms) - 1) // 2]] * len(scaled)  # of an even number the lower: one of two may lie
         if self.clip_norm is not None:
             scaled = [min(n, self.clip_norm) for n in scaled]
-        return [min(s / n, _LARGEST_FACTOR) if n else 1.0 for s, n in zip(scaled, norms, strict=True)]
+        return [min(s / n, LARGEST_FACTOR) if n else 1.0 for s, n in zip(scaled, norms, strict=True)]
 
     def weights(self, weights: Sequence[float] | None, workers: int) -> Floats:
         """The weights as an array, ones by default; only their ratios matter, so the largest is brought to 1/2 to 1.
@@ -116,7 +116,7 @@ class Mean:
             [m].
         """
         workers = len(values)
-        if cut := self._cut(workers):
+        if cut := self.cut(workers):
             return np.sort(values, axis=0)[cut : workers - cut].sum(axis=0) / np.float32(workers - 2 * cut)
         total = np.zeros(values.shape[1], np.float32)
         for row, weight in zip(values, weights, strict=True):
@@ -163,7 +163,8 @@ class Mean:
             sums = np.divide(sums, senders, out=np.zeros_like(sums), where=senders > 0)  # senders may weigh nothing
         return keys[starts], sums
 
-    def _cut(self, count: int) -> int:
+    def cut(self, count: int) -> int:
+        """How many of so many values a trimmed mean leaves out at either end."""
         return min(int(self.trimmed * count + 1e-9), (count - 1) // 2)
 
     def _trimmed_entries(self, places: Places, values: Floats) -> tuple[Places, Floats]:
@@ -174,12 +175,12 @@ class Mean:
         counts = np.diff(starts, append=len(place))
         nth = np.arange(len(place)) - np.repeat(starts, counts)
         if self.over == "senders":
-            cut = np.array([self._cut(c) for c in range(workers + 1)])[counts]
+            cut = np.array([self.cut(c) for c in range(workers + 1)])[counts]
             keep = (nth >= np.repeat(cut, counts)) & (nth < np.repeat(counts - cut, counts))
             left = counts - 2 * cut
         else:  # those who did not send it stand for zeros, between the negative and the positive values
             nth = nth + np.where(value > 0, workers - np.repeat(counts, counts), 0)
-            cut = self._cut(workers)
+            cut = self.cut(workers)
             keep = (nth >= cut) & (nth < workers - cut)
             left = np.full(len(counts), workers - 2 * cut)
         sums = _sums(np.where(keep, value, np.float32(0)), starts)

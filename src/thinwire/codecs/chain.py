@@ -26,11 +26,16 @@ from thinwire.codecs.base import Codec, Messages
 from thinwire.codecs.bits import Bytes
 from thinwire.codecs.decoder import Received
 from thinwire.codecs.dense import WIRE_DTYPES, Dense
+from thinwire.codecs.device import encoder as device_encoder
+from thinwire.codecs.device.backend import on_device
+from thinwire.codecs.device.decoder import DeviceReceived
+from thinwire.codecs.device.values import FORMATS
+from thinwire.codecs.device.values import Floats as DeviceFloats
 from thinwire.codecs.encoder import Encoded, PerTensor
 from thinwire.codecs.layout import Shape
 from thinwire.codecs.made import Made
 from thinwire.codecs.message_plan import Plan, plan_of, shapes_of
-from thinwire.codecs.stages import RUN, Floats, Indices, Row, Selection, Stages, Transform, Values, finite
+from thinwire.codecs.stages import RUN, Floats, Indices, Row, Selection, Stages, Transform, Values, finite, off_host
 from thinwire.codecs.wire import MOST_PARTS, PART_NBYTES, check_part, same_part
 from thinwire.errors import ConfigError, WireError, check_choice, check_whole_number
 from thinwire.payload import Payload
@@ -183,6 +188,9 @@ class Float(Values, Stage):
         return float(finite("value", largest)[0])
 
 
+FORMATS[Float] = DeviceFloats
+
+
 # --- Chains --------------------------------------------------------------------------------------------------------------
 
 
@@ -275,7 +283,8 @@ class Chain(Stages, Codec):
             decay: 0 to overwrite whatever the slots held; one number, or one per tensor.
             scale: multiplies the tensors; likewise.
         """
-        encoder.accumulate(self, slots, tensors, decay=decay, scale=scale)
+        how = device_encoder if self._on_device(slots) else encoder
+        how.accumulate(self, slots, tensors, decay=decay, scale=scale)
 
     def encode(self, tensors: Sequence[Tensor], *, round: int = 0, spare: int = 0) -> Payload:
         """All tensors in one message."""
@@ -285,12 +294,14 @@ class Chain(Stages, Codec):
     def encode_finite(self, tensors: Sequence[Tensor], *, round: int = 0) -> tuple[Payload, bool]:
         """As `encode`, with whether all that receivers will read is finite."""
         encoded = self.encode_tensors(tensors, round=round)
-        return encoded.payload, encoded.finite
+        return encoded.payload, bool(encoded.finite)
 
     def encode_tensors(
         self, tensors: Sequence[Tensor] | Made, *, round: int = 0, write: encoder.Write | None = None
     ) -> Encoded:
         """As `encode`, with what receivers will read; of tensors that are made piece by piece too."""
+        if write is None and self._on_device(tensors):
+            return device_encoder.encode_tensors(self, tensors, round=round)
         return encoder.encode_tensors(self, tensors, round=round, write=write)
 
     def encode_slots(
@@ -316,7 +327,15 @@ class Chain(Stages, Codec):
             made: what is accumulated instead of `like`, made piece by piece.
             write: what writes the bytes, where they are not one message; see `codecs.deal`.
         """
-        return encoder.encode_slots(self, slots, like, round=round, decay=decay, scale=scale, made=made, write=write)
+        how: dict[str, Any] = {"round": round, "decay": decay, "scale": scale, "made": made}
+        if write is None and self._on_device(slots):
+            return device_encoder.encode_slots(self, slots, like, **how)
+        return encoder.encode_slots(self, slots, like, write=write, **how)
+
+    def _on_device(self, tensors: Sequence[Tensor] | Made) -> bool:
+        """Whether torch operations make messages of tensors where they are; on a CPU numpy and C kernels do."""
+        held = tensors.sources[0] if isinstance(tensors, Made) else tensors
+        return len(held) > 0 and off_host(held[0].device) and on_device(self, held[0].device)
 
     def decode(self, payload: Payload, like: Sequence[Tensor], *, round: int = 0) -> list[Tensor]:
         """The tensors that a message says."""
@@ -356,7 +375,10 @@ class Chain(Stages, Codec):
         Raises:
             WireError: before anything is decoded into tensors.
         """
-        return Received(self, self.plan(messages.like), messages, own)
+        plan = self.plan(messages.like)
+        if off_host(device := messages.payloads[0].data.device) and on_device(self, device):
+            return DeviceReceived(self, plan, messages)
+        return Received(self, plan, messages, own)
 
 
 def check_order(before: Codec, after: Codec) -> None:

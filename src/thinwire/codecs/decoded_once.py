@@ -35,5 +35,5 @@ class DecodedOnce(Received):
     def squares(self) -> list[float]:
         """The sum of squares of the mean of each tensor."""
         if self._squares is None:
-            self._squares = super().squares()
+            self._squares = [float(square) for square in super().squares()]
         return list(self._squares)

@@ -76,12 +76,12 @@ class Received:
             self._factors = np.asarray(self.mean.factors([math.sqrt(s) for s in squares]), np.float32)
 
     @property
-    def largest(self) -> float:
+    def largest(self) -> float | Tensor:
         """The largest value in any of the messages, or a bound on it."""
         return self._largest
 
     @property
-    def safe(self) -> bool:
+    def safe(self) -> bool | Tensor:
         """Whether no sum of these messages can leave the range of float32, whatever the transform does."""
         longest = max((group.L for group in self.plan.layout.groups), default=1)
         heaviest = max(1.0, float(self._weights.max()) * float(self._factors.max()))
@@ -91,7 +91,7 @@ class Received:
 
     def _unchanged(self, nth: int, sent: Message) -> bool:
         """Whether a worker's message came back as it was sent, and as something that may be sent."""
-        return sent.finite and np.array_equal(self._bodies[nth], _bytes(sent.payload))
+        return bool(sent.finite) and np.array_equal(self._bodies[nth], _bytes(sent.payload))
 
     def _room(self, number: int, group: Group) -> NDArray[np.integer] | None:
         """Room for the indices of a group in all messages, [workers, blocks, k]; None where none are sent."""
@@ -297,7 +297,7 @@ class Received:
         means = [self.mean.columns(self._weighted(-1, a, b), self._weights) for a, b in runs]
         return means[0] if len(means) == 1 else np.concatenate(means)
 
-    def squares(self) -> list[float]:
+    def squares(self) -> list[float] | Tensor:
         """The sum of squares of the mean of each tensor, without decoding it: an orthonormal transform keeps norms.
 
         What lies in the padding counts too. Without the C kernels the means are kept for `each`.

@@ -124,7 +124,7 @@ def accumulate(
 ) -> None:
     """Slots <- decay * slots + scale * transform(tensors), in one pass without a copy of the model."""
     decay, scale = per_tensor(decay, len(tensors)), per_tensor(scale, len(tensors))
-    _check_slots(slots, slot_shapes(chain, tensors))
+    check_slots(slots, slot_shapes(chain, tensors))
     if chain.transform.changes:
         for slot, tensor, d, s in zip(slots, tensors, decay, scale, strict=True):
             _blend(slot, tensor.detach().to(slot.dtype), d, s)
@@ -206,12 +206,12 @@ def encode_slots(
     """The message of tensors that live in the domain of the transform, after an accumulation where `scale` is given."""
     tensors = like if made is None else made
     if chain.transform.changes:  # the slots are tensors like any others
-        _check_slots(slots, slot_shapes(chain, like))
+        check_slots(slots, slot_shapes(chain, like))
         if scale is not None:
             accumulate(chain, slots, list(tensors), decay=decay, scale=scale)
         return encode_tensors(chain, slots, round=round, write=write)
     plan = plan_of(chain, shapes_of(like))
-    _check_slots(slots, plan.layout.slot_shapes())
+    check_slots(slots, plan.layout.slot_shapes())
     decay, scale = per_tensor(decay, len(like)), None if scale is None else per_tensor(scale, len(like))
 
     def source(piece: Piece, start: int, work: _Workspace) -> _Coefficients:  # noqa: ARG001
@@ -313,7 +313,8 @@ def per_tensor(value: PerTensor, count: int) -> Sequence[float]:
     return value
 
 
-def _check_slots(slots: Sequence[Tensor], shapes: Sequence[Shape]) -> None:
+def check_slots(slots: Sequence[Tensor], shapes: Sequence[Shape]) -> None:
+    """Refuse slots that are not float32 of the shapes that `slot_shapes` tells."""
     if len(slots) != len(shapes):
         raise ConfigError(f"{len(slots)} slots for {len(shapes)} tensors")
     for i, (slot, shape) in enumerate(zip(slots, shapes, strict=True)):

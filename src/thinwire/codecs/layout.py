@@ -246,7 +246,7 @@ class Group:
         room = max(1, entries // self.L)
         batches: list[list[Piece]] = [[]]
         free = room
-        for piece in _pieces(self.grids, room):
+        for piece in cut_grids(self.grids, room):
             if piece.blocks > free:
                 batches.append([])
                 free = room
@@ -255,7 +255,8 @@ class Group:
         return tuple(Batch(tuple(b)) for b in batches if b)
 
 
-def _pieces(grids: Sequence[Grid], room: int) -> Iterator[Piece]:
+def cut_grids(grids: Sequence[Grid], room: int) -> Iterator[Piece]:
+    """Tensors cut into pieces of at most so many blocks."""
     for g in grids:
         if room >= g.X:
             step = room // g.X

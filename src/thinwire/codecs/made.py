@@ -20,10 +20,12 @@ class Made:
         sources: lists of the tensors that they are made of.
         make: given the number of a tensor and the same piece of it in each of the sources, the piece; every element may depend
             on the same element of the sources alone. It may change them in place.
+        make_all: the same for many pieces at once, in operations on lists: given a list of numbers and lists of pieces, a list.
     """
 
     sources: tuple[Sequence[Tensor], ...]
     make: Callable[..., Tensor]
+    make_all: Callable[..., list[Tensor]] | None = None
 
     def __len__(self) -> int:
         return len(self.sources[0])
@@ -46,7 +48,7 @@ class Made:
     def _runs(self) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         for i, tensors in enumerate(zip(*self.sources, strict=True)):
             whole = tuple(t.detach() for t in tensors)
-            if all(t.is_contiguous() for t in whole):
+            if all(t.is_contiguous() and t.device.type == "cpu" for t in whole):
                 yield from ((i, parts) for parts in zip(*(t.view(-1).split(_RUN) for t in whole), strict=True))
             else:
                 yield i, whole
@@ -59,6 +61,26 @@ class Made:
         for source, matrix in zip(self.sources, matrices, strict=True):
             write_back(matrix, source[i])
         return made
+
+    def pieces(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """Pieces of several of the tensors, without padding; made together where it is said how."""
+        if self.make_all is None:
+            return [self.piece(piece) for piece in pieces]
+        grids = {piece.grid.index: piece.grid for piece in pieces}
+        matrices = [{i: matrix_of(source[i], grid) for i, grid in grids.items()} for source in self.sources]
+        numbers = [piece.grid.index for piece in pieces]
+        parts = [[piece.of_matrix(some[piece.grid.index]) for piece in pieces] for some in matrices]
+        made = self.make_all(numbers, *parts)
+        for source, some in zip(self.sources, matrices, strict=True):
+            for i, matrix in some.items():
+                write_back(matrix, source[i])
+        return made
+
+    def several(self, numbers: Sequence[int]) -> list[Tensor]:
+        """Some of the tensors; made together where it is said how."""
+        if self.make_all is None:
+            return [self[i] for i in numbers]
+        return self.make_all(list(numbers), *([source[i].detach() for i in numbers] for source in self.sources))
 
 
 def piece_of(tensors: Sequence[Tensor] | Made, piece: Piece) -> Tensor:

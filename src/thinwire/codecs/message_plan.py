@@ -143,13 +143,13 @@ class Message:
 
     Attributes:
         payload: the message.
-        finite: whether all that it says is finite.
+        finite: whether all that it says is finite; a tensor of a message on a device, to read which waits for the device.
         kept: what receivers read, group by group.
         dense: what they read of the tensors that are sent whole, one after the other.
     """
 
     payload: Payload
-    finite: bool
+    finite: bool | Tensor
     kept: list[Kept]
     dense: Tensor
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.base import Codec, Messages, check_codec
-from thinwire.codecs.chain import Chain
+from thinwire.codecs.chain import Chain, Stage
 from thinwire.codecs.dense import Dense
 from thinwire.codecs.registry import VALUE_FORMATS
 from thinwire.codecs.wire import PART_NBYTES, dense_blocks, in_one_part, part_header, same_part
@@ -104,6 +104,23 @@ class Parts(Codec):
 def framed_nbytes(codec: Codec, like: Sequence[Tensor]) -> int:
     """Length in bytes of what `framed` gives."""
     return codec.nbytes(like) + PART_NBYTES * codec.linear
+
+
+def frames_of(codec: Codec, like: Sequence[Tensor]) -> list[tuple[int, int]] | None:
+    """Where each part of what `framed` gives begins and ends; None where that is not known."""
+    if isinstance(codec, Parts):
+        frames, at = list[tuple[int, int]](), 0
+        for inner, some in codec._dealt(like):
+            if (found := frames_of(inner, some)) is None:
+                return None
+            frames += [(at + start, at + stop) for start, stop in found]
+            at = frames[-1][1]
+        return frames
+    if codec.linear or isinstance(codec, Dense):
+        return [(0, framed_nbytes(codec, like))]
+    if isinstance(codec, Chain | Stage):
+        return [(part.start, part.stop) for part in Chain.of(codec).plan(like).parts]
+    return None
 
 
 def _told(codec: Codec, like: Sequence[Tensor]) -> tuple[int, int, int]:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.chain import All, Stage
-from thinwire.codecs.shared_seed import numbers
+from thinwire.codecs.device.positions import BY_SIZE, POSITIONS
+from thinwire.codecs.shared_seed import key_of, numbers, numbers_on
 from thinwire.codecs.stages import Floats, Indices, Selection
 from thinwire.errors import check_whole_number
 
@@ -85,6 +86,31 @@ class Striding(Selection, Stage):
         k = self.count(L)
         borders = np.arange(k + 1) * L // k
         return np.broadcast_to(borders[:-1] + round % np.diff(borders), (stop - start, k))
+
+
+# --- The same positions on a device ---------------------------------------------------------------------------------------
+
+
+def _random_positions(chosen: Selection, L: int, round: int, start: int, stop: int, device: torch.device) -> Tensor:
+    assert isinstance(chosen, RandomK)
+    k = chosen.count(L)
+    order = numbers_on(device, 0, L, key_of(chosen.seed, round, _ORDER)) ^ -(1 << 63)  # as int64 in the order of uint64
+    places = order.sort(stable=True).indices[:k].sort().values
+    bits = numbers_on(device, start, stop - start, key_of(chosen.seed, round, _SHIFT))
+    shift = ((((bits >> 1) & ~(-1 << 63)) % L) * 2 + (bits & 1)) % L  # of the bits as uint64
+    wrapped = torch.searchsorted(places, L - shift)
+    place = (wrapped[:, None] + torch.arange(k, device=device)) % k
+    return (places[place] + shift[:, None]) % L
+
+
+def _striding_positions(chosen: Selection, L: int, round: int, start: int, stop: int, device: torch.device) -> Tensor:
+    borders = torch.arange((k := chosen.count(L)) + 1, device=device) * L // k
+    return (borders[:-1] + round % borders.diff()).expand(stop - start, k)
+
+
+BY_SIZE.add(TopK)
+POSITIONS[RandomK] = _random_positions
+POSITIONS[Striding] = _striding_positions
 
 
 # --- The largest entries of blocks ---------------------------------------------------------------------------------------

@@ -38,14 +38,19 @@ def numbers(seed: int, round: int, purpose: int, count: int, start: int = 0) -> 
     The stream's key is mix(mix(mix(seed) + round) + purpose), and its number i is mix(key + (i + 1) * 0x9E3779B97F4A7C15), all
     modulo 2**64.
     """
+    at = np.arange(start + 1, start + 1 + count, dtype=np.uint64)
+    return _mix(key_of(seed, round, purpose) + at * np.uint64(_STEP))
+
+
+def key_of(seed: int, round: int, purpose: int) -> NDArray[np.uint64]:
+    """The key of a stream, [1]."""
     key = np.zeros(1, np.uint64)
     for part in (seed, round, purpose):
         key = _mix(key + np.uint64(part % (1 << 64)))
-    at = np.arange(start + 1, start + 1 + count, dtype=np.uint64)
-    return _mix(key + at * np.uint64(_STEP))
+    return key
 
 
-def numbers_on(device: torch.device, start: int, count: int) -> Tensor:
-    """Numbers `start` to `start + count` of the stream with key 0, as the bits of int64 [count] on a device."""
-    at = torch.arange(start + 1, start + 1 + count, device=device)
-    return _mix(at * _factor(at, _STEP))
+def numbers_on(device: torch.device, start: int, count: int, key: NDArray[np.uint64] | None = None) -> Tensor:
+    """Numbers `start` to `start + count` of the stream with this key, or key 0, as the bits of int64 [count] on a device."""
+    at = torch.arange(start + 1, start + 1 + count, device=device) * _factor(torch.empty(0), _STEP)
+    return _mix(at if key is None else at + int(key.view(np.int64)[0]))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -234,3 +235,24 @@ class Stages:
     def kernels(self, h: int, w: int, device: torch.device) -> Kernels | None:
         """The C kernels, where they know such blocks and can be had; else torch and numpy do the same."""
         return kernels.library() if self.in_kernels(h, w, device) else None
+
+
+# --- Where messages are made -------------------------------------------------------------------------------------------------
+
+_everywhere = False
+
+
+def off_host(device: torch.device) -> bool:
+    """Whether numpy cannot look at tensors there, so that messages are made and read by torch operations."""
+    return device.type != "cpu" or _everywhere
+
+
+@contextlib.contextmanager
+def torch_everywhere() -> Iterator[None]:
+    """Within it, torch operations are used on CPUs too: for tests that compare both ways."""
+    global _everywhere
+    before, _everywhere = _everywhere, True
+    try:
+        yield
+    finally:
+        _everywhere = before

@@ -26,6 +26,7 @@ from thinwire.codecs.bits import (
     unpack_threes,
 )
 from thinwire.codecs.chain import Float, Stage
+from thinwire.codecs.device import values as on_device
 from thinwire.codecs.registry import VALUE_FORMATS
 from thinwire.codecs.stages import RUN, Floats, Indices, Row, Values, finite
 from thinwire.errors import WireError, check_whole_number
@@ -356,3 +357,10 @@ VALUE_FORMATS.add(6, Fp4)
 VALUE_FORMATS.add(7, TwoBit)
 VALUE_FORMATS.add(8, Sign)
 VALUE_FORMATS.add(9, Ternary)
+on_device.FORMATS |= {
+    Int8: on_device.WholeNumbers,
+    Fp4: on_device.Powers,
+    TwoBit: on_device.TwoSizes,
+    Sign: on_device.Signs,
+    Ternary: on_device.Thirds,
+}

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec
 from thinwire.codecs.bits import Bytes
-from thinwire.codecs.stages import DENSE_GROUP
+from thinwire.codecs.device.bits import bytes_on
+from thinwire.codecs.device.checksum import crc32
+from thinwire.codecs.stages import DENSE_GROUP, off_host
 from thinwire.errors import WireError
 from thinwire.payload import Payload
 
@@ -33,7 +35,7 @@ HEADER_NBYTES = _HEADER.size
 _PART = struct.Struct("<QQQHHI")  # first block, blocks, length, value format, index codes, checksum
 PART_NBYTES = _PART.size
 MOST_PARTS = (1 << 16) - 1
-_INVALID, _MISSING = 1, 2
+INVALID, MISSING = 1, 2  # flags
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,10 @@ def dense_blocks(like: Sequence[Tensor]) -> int:
 def in_one_part(raw: Tensor, *, blocks: int, values: int) -> Tensor:
     """Bytes [n] as one part of a message, [PART_NBYTES + n]; the first PART_NBYTES of `raw` are overwritten by its header."""
     header = part_header(0, blocks, raw.numel() - PART_NBYTES, values)
+    if off_host(raw.device):
+        raw[:PART_NBYTES] = _on(header, raw.device)
+        raw[PART_NBYTES - 4 : PART_NBYTES] = crc32([raw[None]]).view(-1).view(torch.uint8)
+        return raw
     complete = with_checksum(header, [raw[PART_NBYTES:].cpu().numpy()])
     raw[:PART_NBYTES] = torch.frombuffer(bytearray(complete), dtype=torch.uint8)
     return raw
@@ -160,26 +166,42 @@ def check_part(number: int, of: int, header: bytes, rest: Tensor) -> None:
 # --- Envelope ------------------------------------------------------------------------------------------------------------
 
 
-def seal(body: Payload, envelope: Envelope, *, fingerprint: int, round: int) -> Payload:
-    """Put a body, which is one or more parts, into its envelope; of an invalid one the length alone is kept."""
+def seal(body: Payload, envelope: Envelope, *, fingerprint: int, round: int, parts: int | None = None) -> Payload:
+    """Put a body, which is one or more parts, into its envelope; of an invalid one the length alone is kept.
+
+    Args:
+        body: what is sent.
+        envelope: what the header says.
+        fingerprint: of codec and tensors.
+        round: number of the round.
+        parts: how many parts the body has, where that is known: it need not be looked at then.
+    """
     raw = body.raw()
     if envelope.invalid:
-        raw = in_one_part(torch.zeros_like(raw), blocks=0, values=0)
-    told = (
-        MAGIC,
-        VERSION,
-        _INVALID * envelope.invalid | _MISSING * envelope.missing,
-        len(_walk(raw, None)),
-        fingerprint,
-        round,
-        envelope.sender,
-        envelope.state_hash,
-        raw.numel(),
-        envelope.weight,
-    )
+        raw, parts = torch.zeros_like(raw), 1
+        raw[:PART_NBYTES] = _on(_empty_header(raw.numel()), raw.device)
+    parts = len(_walk(raw, None)) if parts is None else parts
+    head = envelope_header(envelope, parts, raw.numel(), fingerprint=fingerprint, round=round)
+    return body.like(torch.cat([_on(head, raw.device), raw]))
+
+
+def _on(data: bytes, device: torch.device) -> Tensor:
+    """Bytes as a tensor, on a device without a copy from the host; their number is a multiple of eight."""
+    return bytes_on(data, device) if off_host(device) else torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+@functools.lru_cache(maxsize=16)
+def _empty_header(nbytes: int) -> bytes:
+    """The header of a part of so many bytes, itself included, in which all others are zero."""
+    return with_checksum(part_header(0, 0, nbytes - PART_NBYTES, 0), [np.zeros(nbytes - PART_NBYTES, np.uint8)])
+
+
+def envelope_header(envelope: Envelope, parts: int, nbytes: int, *, fingerprint: int, round: int) -> bytes:
+    """The header of a message with so many parts, of so many bytes together."""
+    flags = INVALID * envelope.invalid | MISSING * envelope.missing
+    told = (MAGIC, VERSION, flags, parts, fingerprint, round, envelope.sender, envelope.state_hash, nbytes, envelope.weight)
     head = _HEADER.pack(*told, 0)
-    header = torch.frombuffer(bytearray(head[:-4] + struct.pack("<I", zlib.crc32(head))), dtype=torch.uint8)
-    return body.like(torch.cat([header.to(raw.device), raw]))
+    return head[:-4] + struct.pack("<I", zlib.crc32(head))
 
 
 def unseal(message: Payload, *, fingerprint: int, round: int, sender: int, nbytes: int) -> tuple[Payload, Envelope]:
@@ -204,6 +226,15 @@ def unseal(message: Payload, *, fingerprint: int, round: int, sender: int, nbyte
         raise WireError(str(error), rank=sender) from None
 
 
+def unseal_each(messages: Sequence[Payload], *, fingerprint: int, round: int, nbytes: int) -> list[tuple[Payload, Envelope]]:
+    """`unseal` of the messages of all workers, which say whose they are."""
+    opened = []
+    for message in messages:
+        assert message.sender is not None, "a link says whose message it brings"
+        opened.append(unseal(message, fingerprint=fingerprint, round=round, sender=message.sender, nbytes=nbytes))
+    return opened
+
+
 def _unseal(message: Payload, fingerprint: int, round: int, sender: int, nbytes: int) -> tuple[Payload, Envelope]:
     raw = message.data
     if raw.dtype != torch.uint8:
@@ -224,7 +255,7 @@ def _unseal(message: Payload, fingerprint: int, round: int, sender: int, nbytes:
         raise WireError(f"a body of {length} bytes is announced, where these shapes and this codec make {nbytes}")
     if raw.numel() != HEADER_NBYTES + length:
         raise WireError(f"wrong length: {raw.numel()} bytes came, where the header announces {HEADER_NBYTES + length}")
-    if flags & ~(_INVALID | _MISSING):
+    if flags & ~(INVALID | MISSING):
         raise WireError(f"unknown flags: {flags:#04x}")
     if told != fingerprint:
         raise WireError(f"fingerprint {told:#018x} instead of {fingerprint:#018x}: another codec, or tensors of other shapes")
@@ -237,7 +268,7 @@ def _unseal(message: Payload, fingerprint: int, round: int, sender: int, nbytes:
     body = raw[HEADER_NBYTES:]
     for nth, (header, rest) in enumerate(_walk(body, parts)):
         check_part(nth, parts, header, rest)
-    return message.like(body), Envelope(name, weight, bool(flags & _INVALID), state, bool(flags & _MISSING))
+    return message.like(body), Envelope(name, weight, bool(flags & INVALID), state, bool(flags & MISSING))
 
 
 def read_flags(message: Payload, *, round: int) -> tuple[bool, bool]:
@@ -249,4 +280,4 @@ def read_flags(message: Payload, *, round: int) -> tuple[bool, bool]:
     if len(head) < HEADER_NBYTES or zlib.crc32(head[:-4] + bytes(4)) != int.from_bytes(head[-4:], "little"):
         return False, False
     _, _, flags, _, _, number, *_ = _HEADER.unpack(head)
-    return (bool(flags & _INVALID), bool(flags & _MISSING)) if number == round else (False, False)
+    return (bool(flags & INVALID), bool(flags & MISSING)) if number == round else (False, False)

@@ -147,14 +147,14 @@ class Counted(Gathered):
 
     def _too_large(self, arrived: Arrived, bodies: Sequence[Payload]) -> bool:
         if arrived._received is not None:
-            return arrived._received.largest > LARGEST
+            return bool(arrived._received.largest > LARGEST)
         return not all(self._fine(body) for body in bodies)
 
     def _fine(self, body: Payload) -> bool:
         """Whether one message by itself is finite and not too large."""
         if isinstance(self.codec, Chain):
             received = self.codec.receive(Messages([body], self.like, self.round))
-            return received.safe and received.largest <= LARGEST
+            return bool(received.safe) and bool(received.largest <= LARGEST)
         return all_finite(self.codec.decode(body, self.like, round=self.round), LARGEST)
 
 

@@ -30,9 +30,12 @@ from thinwire.codecs.chain import Chain, Encoded, Stage
 from thinwire.codecs.decoded_once import DecodedOnce
 from thinwire.codecs.decoder import Received
 from thinwire.codecs.dense import Dense
+from thinwire.codecs.device.envelope import unseal_all
 from thinwire.codecs.encoder import Write
 from thinwire.codecs.made import Made
-from thinwire.codecs.wire import PART_NBYTES, Envelope, fingerprint, read_flags, seal, unseal
+from thinwire.codecs.parts import frames_of
+from thinwire.codecs.stages import off_host
+from thinwire.codecs.wire import PART_NBYTES, Envelope, fingerprint, read_flags, seal, unseal_each
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.errors import NonFiniteRound, WireError, check_whole_number
 from thinwire.links.base import Link, Peers
@@ -151,7 +154,7 @@ class Exchange(ABC):
         """Of tensors that are made piece by piece; what receivers read of them is decoded when it is asked for."""
         chain = Chain.of(self.codec)
         encoded = chain.encode_tensors(made, round=self.round, write=self.write)
-        finite = encoded.finite and all_finite(made.runs(), largest)
+        finite = bool(encoded.finite) and all_finite(made.runs(), largest)
         self.outgoing, self.codec, self.encoded = replace(self.outgoing, tensors=self.like), chain, encoded
         return encoded.payload, bool(self.outgoing.invalid) or not finite
 
@@ -169,7 +172,8 @@ class Exchange(ABC):
             tensors, made = list(made), None
         how = {"decay": out.decay, "scale": scale, "made": made, "write": self.write}
         encoded = chain.encode_slots(slots, tensors, round=self.round, **how)
-        if not encoded.finite and scale is not None:  # finite numbers so large that their transform is not: they must not stay
+        finite = bool(encoded.finite)  # read once: on a device it waits
+        if not finite and scale is not None:  # finite numbers so large that their transform is not: they must not stay
             zero_invalid_(slots)
         # They are in the slots by now: no copy of the model travels along.
         self.outgoing = replace(out, tensors=self.like, made=None)
@@ -177,7 +181,7 @@ class Exchange(ABC):
         if self.spare:
             data = body.data if self.weight is None else body.data * self.weight
             body = body.like(torch.cat([data, data.new_zeros(self.spare)]))
-        return body, invalid or not encoded.finite
+        return body, invalid or not finite
 
     def _refusal(self, culprits: list[int]) -> NonFiniteRound:
         named, pair = [r for r in culprits if r >= 0], self.outgoing.pair
@@ -266,7 +270,7 @@ class Reduced(Direct):
         assert isinstance(self.codec, Chain)
         body = body.like(body.data / weights[0]) if weights else body
         received = self.codec.receive(Messages([body], self.like, self.round, self.outgoing.mean))
-        return self._arrived(ids, _received=received), received.safe
+        return self._arrived(ids, _received=received), bool(received.safe)
 
 
 class Gathered(Direct):
@@ -276,10 +280,16 @@ class Gathered(Direct):
     def _fingerprint(self) -> int:
         return fingerprint(self.codec, self.like)
 
+    @functools.cached_property
+    def _frames(self) -> list[tuple[int, int]] | None:
+        """Of messages on a device: where their parts are, so that nobody has to look."""
+        return frames_of(self.codec, self.like)
+
     def _message(self, body: Payload, invalid: bool) -> tuple[Payload, Op]:
         if self.outgoing.pair is not None:
             body = replace(body, partner=next((r for r in self.outgoing.pair if r != self.peers.rank), None))
-        sealed = seal(body, self._envelope(invalid), fingerprint=self._fingerprint, round=self.round)
+        parts = len(self._frames) if off_host(body.data.device) and self._frames is not None else None
+        sealed = seal(body, self._envelope(invalid), fingerprint=self._fingerprint, round=self.round, parts=parts)
         return sealed, "gather" if self.outgoing.pair is None else "pair"
 
     def _envelope(self, invalid: bool) -> Envelope:
@@ -289,11 +299,11 @@ class Gathered(Direct):
         return once(payloads, ("open", self._fingerprint, self.round, self.weight is None), lambda: self._unsealed(payloads))
 
     def _unsealed(self, payloads: list[Payload]) -> tuple[list[Payload], list[float] | None, list[int]]:
-        nbytes = self.codec.nbytes(self.like)
-        opened = []
-        for p in payloads:
-            assert p.sender is not None, "a link says whose message it brings"
-            opened.append(unseal(p, fingerprint=self._fingerprint, round=self.round, sender=p.sender, nbytes=nbytes))
+        how = {"fingerprint": self._fingerprint, "round": self.round, "nbytes": self.codec.nbytes(self.like)}
+        if off_host(payloads[0].data.device):
+            opened = unseal_all(payloads, frames=self._frames, **how)
+        else:
+            opened = unseal_each(payloads, **how)
         weights = [e.weight for _, e in opened]
         if self.weight is None and (odd := [e for _, e in opened if e.weight != 1]):
             raise WireError(f"weight {odd[0].weight:g}, where this worker gives no weight", rank=odd[0].sender)
@@ -314,7 +324,7 @@ class Gathered(Direct):
         if self.by_pieces:
             assert isinstance(self.codec, Chain)
             received = self._received(self.codec, messages)
-            return self._arrived(ids, _received=received), received.safe
+            return self._arrived(ids, _received=received), bool(received.safe)
         combined = self._combined(messages)
         finite = all_finite(combined)
         if not finite:  # an honest sender would have said that its contribution is invalid
@@ -324,7 +334,7 @@ class Gathered(Direct):
     def _received(self, chain: Chain, messages: Messages) -> Received:
         """The messages, checked; where several workers of this process get them, decoded once for all."""
         bodies, ids = messages.payloads, messages.ids or ()
-        if isinstance(bodies, Delivery):
+        if isinstance(bodies, Delivery) and not off_host(bodies[0].data.device):
             return bodies.once(self._how(messages), lambda: DecodedOnce(chain, chain.plan(messages.like), messages))
         own = (ids.index(self.peers.id), self.encoded) if self.encoded and self.peers.id in ids else None
         return chain.receive(messages, own=own)

@@ -14,6 +14,7 @@ from thinwire.codecs.aggregate import PLAIN, Mean
 from thinwire.codecs.base import Codec
 from thinwire.codecs.chain import Encoded, PerTensor
 from thinwire.codecs.decoder import Received
+from thinwire.codecs.device.decoder import DeviceReceived
 from thinwire.codecs.made import Made
 from thinwire.codecs.parts import framed_nbytes
 from thinwire.codecs.wire import HEADER_NBYTES
@@ -160,8 +161,25 @@ class Arrived:
             return _side_by_side(tensors, self.sent, *others)
         return self._encoded.each(tensors, *others)
 
-    def squares(self) -> list[float]:
-        """The sum of squares of each tensor's mean: see `Received.squares`."""
+    @property
+    def on_device(self) -> bool:
+        """Whether the mean is decoded on a device, where operations on lists of pieces cost less than one on each."""
+        return isinstance(self._received, DeviceReceived)
+
+    def together(
+        self, tensors: Sequence[Tensor], *others: Sequence[Tensor | None], scale: Tensor | None = None
+    ) -> Iterator[Any]:
+        """`each` in lists: of many pieces on a device, where `scale` may be given, and of one elsewhere.
+
+        See `DeviceReceived.together`.
+        """
+        if isinstance(self._received, DeviceReceived):
+            return self._received.together(tensors, *others, scale=scale)
+        assert scale is None
+        return (tuple([part] for part in parts) for parts in self.each(tensors, *others))
+
+    def squares(self) -> list[float] | Tensor:
+        """The sum of squares of each tensor's mean: see `Received.squares`; a tensor on a device."""
         assert self._received is not None
         return self._received.squares()
 

@@ -18,9 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from thinwire.codecs.device.bits import number, table
+from thinwire.codecs.device.chunks import alike
 from thinwire.codecs.made import Made
 from thinwire.errors import ConfigError, check_choice, check_not_negative
 from thinwire.maths.orthogonalize import orthogonalised
+from thinwire.sharding.shards import Shards
 
 if TYPE_CHECKING:
     from thinwire.core.exchange import Arrived
@@ -63,7 +66,28 @@ def whitening(
     def make(i: int, g: Tensor, v: Tensor) -> Tensor:
         return whitened(g, v, b2=groups[i]["betas"][1], eps=groups[i]["eps"], step=steps[i], clip=clip)
 
-    return Made((g, v), make)
+    def make_all(numbers: list[int], g: list[Tensor], v: list[Tensor]) -> list[Tensor]:
+        made: list[Tensor] = list(g)
+        for (b2, eps, step), some in alike([(groups[i]["betas"][1], groups[i]["eps"], steps[i]) for i in numbers]):
+            found = _all_whitened([g[n] for n in some], [v[n] for n in some], b2=b2, eps=eps, step=step, clip=clip)
+            for n, tensor in zip(some, found, strict=True):
+                made[n] = tensor
+        return made
+
+    return Made((g, v), make, make_all)
+
+
+def _all_whitened(g: list[Tensor], v: list[Tensor], *, b2: float, eps: float, step: int, clip: float = 1.0) -> Sequence[Tensor]:
+    """`whitened` of many tensors in few operations."""
+    wide = [t.to(like.dtype) for t, like in zip(g, v, strict=True)]
+    if isinstance(clip, Tensor) or clip != 1:
+        wide = torch._foreach_mul(wide, clip)
+    torch._foreach_mul_(v, b2)
+    torch._foreach_addcmul_(v, wide, wide, value=1 - b2)
+    root = torch._foreach_sqrt(v)
+    torch._foreach_div_(root, math.sqrt(1 - b2**step))
+    torch._foreach_add_(root, eps)
+    return torch._foreach_div(wide, root)
 
 
 def apply_elementwise(
@@ -147,7 +171,7 @@ def apply_shared(
     m: Sequence[Tensor | None],
     v: Sequence[Tensor | None],
     counts: Sequence[Tensor | None],
-    rms: Sequence[float],
+    rms: Sequence[float] | Tensor,
 ) -> None:
     """Step all parameters: x <- x - lr (phi(Q) + wd x), piece by piece but for Muon's.
 
@@ -158,16 +182,20 @@ def apply_shared(
         m: Adam's first moment of each, None where it has none.
         v: likewise the second.
         counts: how many updates Adam's moments of each have seen, 0-d; changed in place, None where it has none.
-        rms: root mean square of each Q, for phi = unit.
+        rms: root mean square of each Q, for phi = unit; see `rms_of`.
     """
     whole = {i for i, g in enumerate(groups) if g["phi"] == "muon" and x[i].dim() > 1}
     target = [torch.empty_like(t, dtype=torch.float32) if i in whole else t for i, t in enumerate(x)]
-    for t, g in zip(x, groups, strict=True):
-        if g["weight_decay"]:
-            t.mul_(1 - g["lr"] * g["weight_decay"])
+    decayed = [(t, 1 - g["lr"] * g["weight_decay"]) for t, g in zip(x, groups, strict=True) if g["weight_decay"]]
+    if decayed:
+        torch._foreach_mul_([t for t, _ in decayed], [factor for _, factor in decayed])
     for count in counts:
         if count is not None:
             count.add_(1)
+    if shared.on_device and not whole and all(g["phi"] != "adam" for g in groups):
+        _apply_together(shared, x, groups, rms)
+        return
+    rms = rms.tolist() if isinstance(rms, Tensor) else rms
     for i, part, Q, m_part, v_part in shared.each(target, m, v):
         g = groups[i]
         if i in whole:
@@ -179,3 +207,25 @@ def apply_shared(
             apply_elementwise(rule, part, Q, lr=lr, moments=(m_part, v_part), betas=g["betas"], eps=g["eps"], step=step)
     for i in whole:
         x[i].sub_(orthogonalised(target[i]), alpha=groups[i]["lr"])
+
+
+def rms_of(shared: Arrived, shards: Shards, params: Sequence[Tensor]) -> list[float] | Tensor:
+    """The root mean square of each tensor of a shared update over all shards; a tensor where the update is on a device."""
+    squares, lengths = shared.squares(), tuple(max(1, p.numel()) for p in params)
+    if isinstance(squares, Tensor):
+        return (shards.totals_on_device(squares) / table(lengths, squares.dtype, squares.device)).sqrt_()
+    return [math.sqrt(s / n) for s, n in zip(shards.totals(squares), lengths, strict=True)]
+
+
+def _apply_together(shared: Arrived, x: list[Tensor], groups: list[dict[str, Any]], rms: Sequence[float] | Tensor) -> None:
+    """The step of rules without moments in few operations, of an update on a device."""
+    scale = None
+    if isinstance(rms, Tensor):
+        unit = table(tuple(g["phi"] == "unit" for g in groups), torch.bool, rms.device)
+        scale = torch.where(unit, rms.clamp_min(1e-30).reciprocal_(), number(1, rms.dtype, rms.device)).float()
+    for places, parts, Q in shared.together(x, scale=scale):
+        for (rule, lr), some in alike([(groups[i]["phi"], groups[i]["lr"]) for i in places]):
+            update = [Q[n] for n in some]
+            if rule in ("sign", "muon"):  # of what is no matrix muon takes the sign
+                torch._foreach_sign_(update)
+            torch._foreach_sub_([parts[n] for n in some], update, alpha=lr)

@@ -98,23 +98,30 @@ class Shards:
         if self.site is not None:
             told = self.site.all_gather(Payload.of_bytes(bytes([flag]), purpose="site flags", fixed=True))
             return any(p.to_bytes() != b"\x00" for p in told)
-        if not self._groups:
-            return flag
-        raised = torch.tensor([flag], dtype=torch.int32, device=self._device)
+        return bool(self.any_on_device(torch.tensor(flag, device=self._device))) if self._groups else flag
+
+    def any_on_device(self, flag: Tensor) -> Tensor:
+        """`any` of a flag (0-d) that stays on its device: nobody looks at it, but for the members of a site."""
+        if self.site is not None:
+            return torch.tensor(self.any(bool(flag)), device=flag.device)
+        raised = flag.to(torch.int32)
         for group in self._groups:
             dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=group)
-        return bool(raised)
+        return raised.bool() if self._groups else flag
 
     def totals(self, values: Sequence[float]) -> list[float]:
         """The sum of each number over all shards of this worker."""
         if not self._groups:
             return list(values)
-        mine = torch.tensor(values, dtype=torch.float64, device=self._device)
+        return self.totals_on_device(torch.tensor(values, dtype=torch.float64, device=self._device)).tolist()
+
+    def totals_on_device(self, mine: Tensor) -> Tensor:
+        """`totals` of numbers that stay on their device."""
         for group in self._groups:
             parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
             dist.all_gather(parts, mine, group=group)
             mine = torch.stack(parts).sum(0)  # in rank order: the same bits in every worker, whatever its network
-        return mine.tolist()
+        return mine
 
     def gather(self, raw: bytes) -> list[bytes]:
         """What each shard of this worker gives, all of one length."""

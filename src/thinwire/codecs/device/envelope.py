@@ -1,0 +1,117 @@
+"""Envelopes on a device: the messages of a round are opened together, with one flag per worker for what is not sound.
+
+`open_all` looks at nothing from the host. `unseal_all` reads its flags, once for all messages; where one is set, the messages
+are opened on the host one by one, which says what is wrong and decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.device.bits import aligned, table
+from thinwire.codecs.device.checksum import crc32
+from thinwire.codecs.stages import off_host
+from thinwire.codecs.wire import HEADER_NBYTES, INVALID, MISSING, PART_NBYTES, Envelope, envelope_header, seal, unseal_each
+from thinwire.payload import Payload
+
+Frame = tuple[int, int]  # where a part begins and ends in a body
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What the envelopes of all messages say, on the device, [messages] each.
+
+    Attributes:
+        wrong: not what it must be, or damaged.
+        flags: `wire.INVALID` and `wire.MISSING`.
+        weights: how much each contribution counts, float32.
+        states: hashes of the senders' replicated states, as the bits of int64.
+    """
+
+    wrong: Tensor
+    flags: Tensor
+    weights: Tensor
+    states: Tensor
+
+
+def open_all(raw: Tensor, senders: Sequence[int], frames: Sequence[Frame], *, fingerprint: int, round: int) -> Opened:
+    """Check envelopes, frames and checksums of several messages.
+
+    Args:
+        raw: all of them, [messages, nbytes].
+        senders: whose they should be.
+        frames: the parts of a body, which fill it.
+        fingerprint: see `wire.unseal`.
+        round: see `wire.unseal`.
+    """
+    due = [envelope_header(Envelope(s), len(frames), frames[-1][1], fingerprint=fingerprint, round=round) for s in senders]
+    words = aligned(raw[:, :HEADER_NBYTES], torch.int64)
+    wanted = [[int.from_bytes(head[at : at + 8], "little", signed=True) for head in due] for at in range(0, 48, 8)]
+    flags = words[:, 0] >> 40 & 0xFF
+    first = words[:, 0] & ~(0xFF << 40)
+    weights = aligned(raw[:, 48:52], torch.float32).squeeze(1)
+    wrong = [first != wanted[0][0], flags > (INVALID | MISSING), ~(weights.isfinite() & (weights >= 0))]
+    # The fingerprint, the round and the length are the same in all of them; the hash of the state may be anything.
+    wrong += [words[:, nth] != wanted[nth][0] for nth in (1, 2, 5)]
+    wrong.append(words[:, 3] != table(tuple(wanted[3]), torch.int64, raw.device))
+    wrong.append(_damaged(raw, [(0, HEADER_NBYTES, HEADER_NBYTES)]))
+    body = raw[:, HEADER_NBYTES:]
+    for start, stop in frames:
+        length = aligned(body[:, start + 16 : start + 24], torch.int64).squeeze(1)
+        wrong.append(length != stop - start - PART_NBYTES)
+    wrong.append(_damaged(body, [(start, start + PART_NBYTES, stop) for start, stop in frames]))
+    return Opened(torch.stack(wrong).any(0), flags, weights, words[:, 4])
+
+
+def seal_unless(invalid: Tensor, body: Payload, envelope: Envelope, *, fingerprint: int, round: int, parts: int) -> Payload:
+    """`wire.seal`, as an invalid contribution where a flag on the device (0-d) says so, which nobody looks at."""
+    how = {"fingerprint": fingerprint, "round": round, "parts": parts}
+    valid, refused = (seal(body, replace(envelope, invalid=flag), **how) for flag in (False, True))
+    return valid.like(torch.where(invalid, refused.data, valid.data))
+
+
+def _damaged(raw: Tensor, stretches: Sequence[tuple[int, int, int]]) -> Tensor:
+    """Whether a checksum is wrong: of stretches that begin and end somewhere, with the checksum in front of a place within."""
+    zeros = torch.zeros((len(raw), 4), dtype=torch.uint8, device=raw.device)
+    rows = [torch.cat([raw[:, start : at - 4], zeros, raw[:, at:stop]], 1) for start, at, stop in stretches]
+    told = torch.cat([aligned(raw[:, at - 4 : at], torch.int32) for _, at, _ in stretches], 1)
+    return (crc32(rows) != told).any(1)
+
+
+def unseal_all(
+    messages: Sequence[Payload], *, fingerprint: int, round: int, nbytes: int, frames: Sequence[Frame] | None
+) -> list[tuple[Payload, Envelope]]:
+    """`wire.unseal` of the messages of all workers, which say whose they are.
+
+    Args:
+        messages: as they came, each with its sender.
+        fingerprint: see `wire.unseal`.
+        round: see `wire.unseal`.
+        nbytes: see `wire.unseal`.
+        frames: the parts of a body; None where they are not known.
+
+    Raises:
+        WireError: see `wire.unseal`.
+    """
+    senders = [message.sender for message in messages if message.sender is not None]
+    even = all(m.data.dtype == torch.uint8 and m.nbytes == HEADER_NBYTES + nbytes for m in messages)
+    if frames and even and len(senders) == len(messages) and off_host(messages[0].data.device):
+        raw = torch.stack([message.data for message in messages])
+        opened = open_all(raw, senders, frames, fingerprint=fingerprint, round=round)
+        weights = opened.weights.view(torch.int32)
+        told = torch.stack([opened.wrong, opened.flags, weights, opened.states], 1).cpu()
+        if not told[:, 0].any():
+            return [_unsealed(*each) for each in zip(messages, senders, told, strict=True)]
+    return unseal_each(messages, fingerprint=fingerprint, round=round, nbytes=nbytes)
+
+
+def _unsealed(message: Payload, sender: int, told: Tensor) -> tuple[Payload, Envelope]:
+    """The body and the envelope of a message that is sound."""
+    _, flags, bits, state = told.tolist()
+    weight = float(torch.tensor(bits, dtype=torch.int32).view(torch.float32))
+    envelope = Envelope(sender, weight, bool(flags & INVALID), state % (1 << 64), bool(flags & MISSING))
+    return message.like(message.data[HEADER_NBYTES:]), envelope

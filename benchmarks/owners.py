@@ -1,5 +1,6 @@
-"""Rounds whose messages owners average, on real processes.
+"""Rounds whose messages owners average: what they send, and what they cost on real processes.
 
+    python -m benchmarks.owners bytes [--record]   # bytes that leave a worker by each route; seconds, nothing is run
     python -m benchmarks.owners cpu [--record]     # CPU seconds of a round with 2 and 8 workers; about 3 minutes
     python -m benchmarks.owners lab [--record]     # the plan against links that the kernel shapes, 8 workers; root, 8 minutes
 
@@ -20,9 +21,11 @@ import torch
 from benchmarks import record
 from benchmarks.pair import SIZES, gpt_shapes, run_pair
 from benchmarks.thin_wire import run_in
-from thinwire import DCT, DeMo, Link, Sign, TopK
+from thinwire import DCT, Chain, DeMo, Link, Owners, Sign, TopK
+from thinwire.codecs.wire import HEADER_NBYTES
 from thinwire.core.owners import Owned
-from thinwire.network import Network, parse_bandwidth
+from thinwire.core.route import owned_nbytes
+from thinwire.network import Network, ddp_bytes, parse_bandwidth
 from thinwire.tasks import make_task
 from thinwire.tools.flags import parse_run
 from thinwire.tools.lab import Lab
@@ -60,6 +63,24 @@ def _entries(opt: DeMo, link: Link) -> int:
     return owned.entries
 
 
+def sent() -> dict[str, Any]:
+    """Bytes that leave a worker in a DeMo round, votes among them: the formula that a test holds to the meter."""
+    figures: dict[str, Any] = {"what": "bytes", "k": K, "rows": []}
+    codec = Chain.of(DCT(64) >> TopK(K) >> Sign())
+    for task in ("gpt-pico", "gpt-nano", "gpt-small"):
+        params = list(make_task(task).model().parameters())
+        for workers in (4, 8, 16, 64):
+            halves = owned_nbytes(Owners(), codec, params, range(len(params)), workers)
+            owners = [sum(halves.sent(rank)) + workers - 1 for rank in range(workers)]
+            dense = ddp_bytes(sum(p.numel() for p in params), workers)
+            row = {"task": task, "workers": workers, "mean": statistics.mean(owners), "most": max(owners), "ddp": dense}
+            row["gather"] = (workers - 1) * (HEADER_NBYTES + codec.nbytes(params) + 1)
+            figures["rows"].append(row)
+            told = f"owners {row['mean']:,.0f} (most {row['most']:,}), {dense / row['mean']:.0f}x fewer than DDP"
+            print(f"{task:9} {workers:3} workers: {told}; gather {row['gather']:,}")
+    return figures
+
+
 def cpu(workers: tuple[int, ...], repeats: int) -> dict[str, Any]:
     """Both routes with so many workers."""
     figures: dict[str, Any] = {"what": "cpu", "size": SIZE, "k": K, "rows": []}
@@ -95,12 +116,15 @@ def _seconds(place: Lab, speed: str, command: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["cpu", "lab"])
+    parser.add_argument("what", choices=["bytes", "cpu", "lab"])
     parser.add_argument("--workers", default="2,8", help="of `cpu`, separated by commas (default: 2,8)")
     parser.add_argument("--repeats", type=int, default=ROUNDS, help=f"rounds of `cpu` (default: {ROUNDS})")
     parser.add_argument("--record", action="store_true", help="append the figures to records/owners.jsonl")
     given = parser.parse_args()
-    figures = cpu(tuple(map(int, given.workers.split(","))), given.repeats) if given.what == "cpu" else lab()
+    if given.what == "cpu":
+        figures = cpu(tuple(map(int, given.workers.split(","))), given.repeats)
+    else:
+        figures = sent() if given.what == "bytes" else lab()
     if given.record:
         record.append("owners", figures)
 

@@ -46,6 +46,7 @@ class RunConfig:
             "warm_wire",
             "low_rank_source",
             "full_rank",
+            "route",
             "back",
             "owner_feedback",
         }

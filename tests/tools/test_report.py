@@ -140,6 +140,8 @@ def test_bytes_among_other_numbers_of_workers() -> None:
         ),
     ]
     assert [row["rounds"] for row in rows] == ["15", "120", "120"]
+    owners = replace(gather, config=replace(gather.config, route="owners"))
+    assert cells(only([made_record("ddp", algorithm="ddp"), owners]))[1]["with 8"] == "-", "what was sent does not tell"
 
 
 def test_one_seed_has_no_spread_and_no_p() -> None:

@@ -77,13 +77,14 @@ class Arm:
 
         Messages are as long whatever the number of workers. Of a gathered one M - 1 copies leave a worker, of one in a ring
         2 (M - 1) / M: with three or more workers, what was sent and the length of the messages tell how much was which. What
-        is swapped in pairs leaves once.
+        is swapped in pairs leaves once. What owners average has two messages in each round, which it does not tell apart.
         """
         sent, payload, M = self.sample("sent"), self.sample("payload"), int(self.first.figures["workers"])
-        if self.fewer is None or sent is None or payload is None or self.first.config.shards > 1:
+        config = self.first.config
+        if self.fewer is None or sent is None or payload is None or config.shards > 1 or config.route != "gather":
             return None
         S, P = sent.mean, payload.mean
-        if self.first.config.algorithm == "noloco":
+        if config.algorithm == "noloco":
             there = S
         elif M < 3:
             return None

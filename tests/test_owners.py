@@ -239,7 +239,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "streaming": lambda p, link, **s: thinwire.StreamingDiLoCo(adamw(p), link, H=4, fragments=2, codec=Fp4(), **s),
     "mt-dao": lambda p, link, **s: thinwire.MTDAO(adamw(p), link, H=2, codec=TopK(64) >> Fp4(), **s),
 }
-methods = pytest.mark.parametrize("name", first_quick(METHODS, 3))
+methods = pytest.mark.parametrize("name", first_quick(METHODS, 2))
 
 
 def run(link: Link, name: str, steps: int, folder: Path | None = None, first: int = 1) -> tuple[Any, ...]:

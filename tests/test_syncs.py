@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import thinwire
+from tests.tiers import first_quick
 from thinwire import (
     DCT,
     MTDAO,
@@ -141,7 +142,7 @@ def over(budget: Files, crossings: Iterable[Crossing]) -> Files:
     return {file: many - budget.get(file, 0) for file, many in found.items() if many > budget.get(file, 0)}
 
 
-@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize("backend", first_quick(["nccl", "gloo"]))
 @pytest.mark.parametrize("name", sorted(found()))
 def test_the_host_waits_no_more_often_than_the_budget_says(name: str, backend: syncs.Backend) -> None:
     rows = {row.what: row for row in syncs.audit_named(name, backend=backend, alarm=name == "diloco")}

@@ -387,16 +387,16 @@ def test_a_part_of_another_round_or_for_another_owner_is_refused() -> None:
 
 
 class Split(LinkDecorator):
-    """Flips a bit in the first of this process's messages of a round."""
+    """Flips bits of this process's message of the second round: one bit, or one in each byte, which no owner can read then."""
 
-    seen = 0
+    seen, everywhere = 0, False
 
     def post(self, payload: Payload, op: Op) -> Ticket:
         if payload.purpose == "round":
             self.seen += 1
             if self.seen == 2:
                 payload = replace(payload, data=payload.data.clone())
-                payload.data[5] ^= 1
+                payload.data[slice(None) if self.everywhere else 5] ^= 1
         return super().post(payload, op)
 
 
@@ -404,8 +404,9 @@ def _sharded(_: Link, trouble: str) -> tuple[int, int, list[Tensor]]:
     mesh = make_mesh(workers=2, shards=2)
     link: Link = TorchLink(mesh["replicate"], timeout=LIMIT)
     rank, first = link.rank, mesh["shard"].get_local_rank() == 0
-    if trouble == "damage" and rank == 1 and first:
+    if trouble.startswith("damage") and rank == 1 and first:
         link = Split(link)
+        link.everywhere = trouble == "damage everywhere"
     model = shard_model(net(), mesh)
     opt = METHODS["demo"](model.parameters(), link, route="owners", alarm_every=1)
     for step in range(1, 5):
@@ -441,6 +442,21 @@ def test_sites_of_a_link_of_two_levels_own_shares() -> None:
         assert site == nth // 2
         assert_same(params, results[0][2])
         assert (sent > 0) == (nth % 2 == 0), "one member of each site sends"
+
+
+def _sharded_error(link: Link) -> str:
+    try:
+        _sharded(link, "damage everywhere")
+    except WireError as error:
+        return str(error)
+    return "went on"
+
+
+@pytest.mark.slow
+def test_on_a_mesh_messages_that_no_worker_can_read_stop_all_shards(pool: Pool) -> None:
+    said = pool.run(_sharded_error, 4)
+    assert sum("wrong checksum" in text for text in said) == 2
+    assert sum("another shard of this worker could not read its messages" in text for text in said) == 2
 
 
 # --- Settings ----------------------------------------------------------------------------------------------------------------

@@ -189,11 +189,6 @@ class ShareReceived(Received):
         for i, values in self.dense():
             slots[i].add_(values)
 
-    @property
-    def entries(self) -> int:
-        """How many values were read, of all messages together."""
-        return len(self._bodies) * sum(section.count for section in (*self.plan.sections, *self.plan.whole))
-
 
 def _room(chain: Chain, group: Group) -> tuple[np.ndarray | None, Floats]:
     shape = (group.blocks, chain.selection.count(group.L))

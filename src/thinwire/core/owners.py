@@ -32,9 +32,9 @@ from thinwire.codecs.encoder import Encoded
 from thinwire.codecs.wire import fingerprint
 from thinwire.core.exchange import Exchange
 from thinwire.core.outgoing import Arrived, Outgoing
-from thinwire.core.refusals import refusal
-from thinwire.core.route import SUM_NBYTES, WEIGHT_NBYTES, Owners, chains_of, check_owned
-from thinwire.errors import ConfigError, DamagedRound, WireError
+from thinwire.core.refusals import damaged, refusal
+from thinwire.core.route import SUM_NBYTES, WEIGHT_NBYTES, Owners, chains_of, sent_nbytes
+from thinwire.errors import ConfigError, WireError
 from thinwire.links.base import Link
 from thinwire.network import Op
 from thinwire.payload import LARGEST, Delivery, Payload, all_finite, once
@@ -82,7 +82,6 @@ class Owned(Exchange):
         **how: Any,
     ):
         """Encode the message and send each owner its part."""
-        check_owned(outgoing.mean, outgoing.codec, owners)
         tensors, workers = outgoing.tensors, how["peers"].size
         if len(which) != len(tensors):
             raise ConfigError(f"owners know messages with one tensor of each parameter, got {len(tensors)} of {len(which)}")
@@ -95,7 +94,7 @@ class Owned(Exchange):
             start += count
         self.write = self.dealt[0].deal.write  # of slots, which are of one chain
         self.next_owed: list[tuple[Tensor, Tensor]] = []
-        self.entries = 0  # read by this worker, as owner and as receiver
+        self._overflowed = False
         super().__init__(link, outgoing, **how)
 
     # --- Sending -----------------------------------------------------------------------------------------------------------
@@ -139,7 +138,8 @@ class Owned(Exchange):
             raw = torch.zeros_like(raw)
         weight = b"" if self.weight is None else _WEIGHT.pack(self.weight)
         parts = [self._framed(p, self.peers.rank, to, weight) for to, p in enumerate(raw.split(self._up_nbytes))]
-        return body.like(torch.cat(parts)).in_parts([p.numel() for p in parts], self._framed_nbytes(to=self.peers.rank)), "deal"
+        due = sent_nbytes(self._up_nbytes[self.peers.rank], weighted=self.weight is not None)  # from each worker
+        return body.like(torch.cat(parts)).in_parts([p.numel() for p in parts], [due] * self.peers.size), "deal"
 
     # --- Frames ------------------------------------------------------------------------------------------------------------
 
@@ -165,15 +165,10 @@ class Owned(Exchange):
         head = torch.frombuffer(bytearray(self._sum(raw, sender, to, weight) + weight), dtype=torch.uint8)
         return torch.cat([head.to(raw.device), raw])
 
-    def _framed_nbytes(self, to: int) -> list[int]:
-        """Length of the part that each worker sends to one."""
-        nbytes, head = self._up_nbytes[to], SUM_NBYTES + WEIGHT_NBYTES * (self.weight is not None)
-        return [nbytes + head if nbytes else 0] * self.peers.size
-
     def _unframed(self, message: Payload, sender: int, to: int, nbytes: int, *, weighted: bool) -> tuple[Payload, float]:
         raw, size = message.raw(), WEIGHT_NBYTES * weighted
-        if raw.numel() != SUM_NBYTES + size + nbytes:
-            raise WireError(f"a part of {raw.numel()} bytes, where {SUM_NBYTES + size + nbytes} are due", rank=sender)
+        if raw.numel() != (due := sent_nbytes(nbytes, weighted=weighted)):
+            raise WireError(f"a part of {raw.numel()} bytes, where {due} are due", rank=sender)
         head = raw[: SUM_NBYTES + size].cpu().numpy().tobytes()
         told, weight, body = head[:SUM_NBYTES], head[SUM_NBYTES:], raw[SUM_NBYTES + size :]
         if self._sum(body, sender, to, weight) != told:  # in the same words on all workers, whose parts differ
@@ -229,7 +224,6 @@ class Owned(Exchange):
                 how = Messages(mine, self.like[part.here], self.round, self.outgoing.mean, weights, ids)
                 received = part.deal.receive(me, how)
                 received.add_to(slots)
-                self.entries += received.entries
             encoded = part.deal.encode_mean(me, slots, round=self.round)
             if not encoded.finite or not all_finite(slots, LARGEST**2):
                 self._overflowed = True
@@ -238,8 +232,6 @@ class Owned(Exchange):
             means.append(encoded.payload.to_bytes())
         self.next_owed = kept
         return means
-
-    _overflowed = False
 
     def _slots(self, part: _Dealt) -> tuple[list[Tensor], list[Tensor | None]]:
         """Copies of what this owner left out before, zeros where it keeps nothing, and what they are copies of."""
@@ -265,14 +257,11 @@ class Owned(Exchange):
         """Send this worker's share to all, and get theirs."""
         raw = Payload.of_bytes(b"".join(means)).data
         framed = self._framed(raw.to(self.posted.data.device), self.peers.rank, _ALL)
-        due = [nbytes + SUM_NBYTES if nbytes else 0 for nbytes in self._back_nbytes]
-        message = Payload(framed, purpose="back", due=tuple(due))
+        message = Payload(framed, purpose="back", due=tuple(map(sent_nbytes, self._back_nbytes)))
         return self.link.post(message, "spread").wait()
 
     def _read_means(self, payloads: list[Payload]) -> list[Received]:
         """The means of all owners, by each chain; where several workers of this process get them, decoded once for all."""
-        for part in self.dealt:
-            self.entries += sum(section.count for share in part.deal.shares for section in share.back.parts[0].sections)
         return once(payloads, self._seed, lambda: self._decoded(payloads))
 
     def _decoded(self, payloads: list[Payload]) -> list[Received]:
@@ -290,7 +279,9 @@ class Owned(Exchange):
 
     def _vote(self, error: WireError | None, *, overflow: bool) -> None:
         """Tell each other whether the round is valid and could be read: what one worker could not, no worker may apply."""
-        failed, too_large = self.any_shard(error is not None), self.any_shard(overflow or self._overflowed)
+        if (failed := self.any_shard(error is not None)) and error is None:
+            error = WireError("another shard of this worker could not read its messages")
+        too_large = self.any_shard(overflow or self._overflowed)
         said = _UNREAD * failed | _INVALID * self.invalid | _OVERFLOW * too_large
         ballot = Payload.of_bytes(bytes([said]), purpose="vote", fixed=True)
         told = self.link.post(replace(ballot, due=(1,) * self.peers.size), "spread").wait()  # one hop: a gather goes round
@@ -299,12 +290,16 @@ class Owned(Exchange):
         if culprits or any(vote & _OVERFLOW for vote in votes.values()):
             raise refusal(self.round, self.peers, culprits or [-1])
         unread = [rank for rank, vote in votes.items() if vote & _UNREAD]
-        if len(unread) == len(votes) and error is not None:
-            raise error
         if unread:
-            names = ", ".join(f"rank {r}" for r in unread)
-            what = f"round {self.round} refused on all {len(votes)} workers: {names} could not read the messages"
-            raise DamagedRound(f"{what} ({error})" if error is not None else what) from error
+            raise damaged(self.round, unread, len(votes), error)
+
+    @property
+    def entries(self) -> int:
+        """How many values this worker reads in such a round: of its share from all workers, and of all owners."""
+        me, workers = self.peers.rank, self.peers.size
+        plans = [plan for part in self.dealt for plan in (part.deal.shares[me].up,) * workers]
+        plans += [share.back for part in self.dealt for share in part.deal.shares]
+        return sum(section.count for plan in plans for section in plan.parts[0].sections)
 
     def commit(self) -> None:
         """Keep what this owner has left out; told when all workers are about to apply the round."""

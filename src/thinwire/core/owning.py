@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,9 +37,11 @@ class OwningOptimizer(JoiningOptimizer):
     peers: Peers
     due: tuple[int, ...]
 
-    def which(self, due: tuple[int, ...]) -> tuple[int, ...]:
-        """Numbers of the parameters that a round of these fragments is about."""
-        raise NotImplementedError
+    if TYPE_CHECKING:
+
+        def which(self, due: tuple[int, ...]) -> tuple[int, ...]:
+            """Numbers of the parameters that a round of these fragments is about: see `Algorithm`."""
+            ...
 
     def choose_route(self, route: Route) -> None:
         """Decide what becomes of messages that are gathered otherwise.

@@ -85,7 +85,13 @@ def chains_of(codec: Codec, tensors: Sequence[Any]) -> list[tuple[Chain, int]]:
 
 def keeps_rest(owners: Owners, codec: Codec) -> bool:
     """Whether owners keep what a codec leaves out of means: not of plain floats, whose rounding errors do not add up."""
-    return owners.feedback > 0 and not Chain.of(codec).linear if not isinstance(codec, Dense) else False
+    ((chain, _),) = chains_of(codec, ())
+    return owners.feedback > 0 and not chain.linear
+
+
+def sent_nbytes(nbytes: int, *, weighted: bool = False) -> int:
+    """Length of a part with its checksum, and its weight where there is one; a part that says nothing is not sent."""
+    return nbytes + SUM_NBYTES + WEIGHT_NBYTES * weighted if nbytes else 0
 
 
 def check_owned(mean: Mean, codec: Codec, owners: Owners) -> None:
@@ -132,5 +138,4 @@ def owned_nbytes(
         deal = deal_of(chain, owners.back_of(chain), model, which[here], workers)
         up = [a + b for a, b in zip(up, deal.up_nbytes, strict=True)]
         back = [a + b for a, b in zip(back, deal.back_nbytes, strict=True)]
-    up = [n + SUM_NBYTES + WEIGHT_NBYTES * weighted if n else 0 for n in up]
-    return Halves(up, [n + SUM_NBYTES if n else 0 for n in back])
+    return Halves([sent_nbytes(n, weighted=weighted) for n in up], [sent_nbytes(n) for n in back])

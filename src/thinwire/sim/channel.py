@@ -6,6 +6,7 @@ between the members of different sites that have the same number.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from thinwire.errors import LinkError, WireError
 from thinwire.links.base import Ticket, check_length, members_of
 from thinwire.network import Network, Op, Wire, dealt_traffic, ring_hops
-from thinwire.payload import Delivery, Payload
+from thinwire.payload import Delivery, Payload, once
 
 if TYPE_CHECKING:
     from thinwire.sim.world import World
@@ -171,8 +172,8 @@ class _SimTicket(Ticket):
 
 def _parts_for(payloads: list[Payload], rank: int) -> list[Payload]:
     """What each message that was dealt has for a worker."""
-    starts = [sum(p.dealt[:rank]) for p in payloads]
-    return [p.like(p.data[start : start + p.dealt[rank]]) for p, start in zip(payloads, starts, strict=True)]
+    starts = once(payloads, "starts", lambda: [list(itertools.accumulate(p.dealt, initial=0)) for p in payloads])
+    return [p.like(p.data[at[rank] : at[rank + 1]]) for p, at in zip(payloads, starts, strict=True)]
 
 
 def _paired(rank: int, members: tuple[int, ...]) -> str:

@@ -198,6 +198,35 @@ def test_a_comparison_records_every_run_and_runs_none_twice(capsys: pytest.Captu
     assert len(read_records(out)) == 6
 
 
+def test_runs_of_a_file_of_records_are_not_made_again_and_others_are_added_to_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    kept = tmp_path / "records" / "mine.jsonl"
+    command = ["ddp", "far = diloco --H 4", *QUICK, "--sim", "--step-time", "0s", "--tune", "0.05,0.1", "--records", str(kept)]
+    code, first, _ = call(capsys, *command, "--seeds", "1", "--out", str(tmp_path / "a"))
+    assert code == 0 and "[1/" in first
+    tuning = kept.with_name("mine-tuning.jsonl")
+    lines, tuned = kept.read_text(), tuning.read_text()
+    assert len(lines.splitlines()) == 2 and {r.config.val_part for r in read_records(tuning)} == {"tuning"}
+
+    code, again, _ = call(capsys, *command, "--seeds", "1", "--out", str(tmp_path / "b"))  # another machine, so to speak
+    assert code == 0
+    assert "[1/" not in again, "all is recorded"
+    assert (kept.read_text(), tuning.read_text()) == (lines, tuned)
+    assert [r.loss for r in read_records(tmp_path / "b")] == [r.loss for r in read_records(kept)]
+
+    code, more, _ = call(capsys, *command, "--seeds", "2", "--out", str(tmp_path / "c"))
+    assert code == 0
+    assert "2 of 4 are there already" in more and "[3/4] ddp, seed 1" in more
+    assert [r.config.seed for r in read_records(kept)] == [0, 0, 1, 1]
+
+
+def test_records_must_be_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, _, err = call(capsys, "ddp", *QUICK, "--sim", "--records", str(tmp_path), "--out", str(tmp_path / "c"))
+    assert code == 2
+    assert f"records must be a file such as records.jsonl, {tmp_path} is a folder" in err.replace("\n", " ")
+
+
 def test_the_command_in_the_record_repeats_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     call(capsys, "diloco --H 4", *QUICK, "--sim", "--step-time", "1ms", "--seeds", "3,", "--out", str(tmp_path / "c"))
     (record,) = read_records(tmp_path / "c")
@@ -276,7 +305,7 @@ def _three_runs(out: Path) -> list[Run]:
 def test_a_run_that_fails_does_not_keep_the_others_from_running(error: BaseException, why: str, tmp_path: Path) -> None:
     runner: Any = _Broken(error)
     with open(os.devnull, "w") as nobody:
-        failures = run_all(_three_runs(tmp_path), runner, tmp_path, jobs=1, console=Console(file=nobody))
+        failures = run_all(_three_runs(tmp_path), runner, tmp_path, jobs=1, console=Console(file=nobody)).failures
     assert [str(failure.run) for failure in failures] == ["ddp, seed 1"]
     assert failures[0].why.startswith(why)
     assert [record.config.seed for record in read_records(tmp_path / "records.jsonl")] == [0, 2]
@@ -315,7 +344,7 @@ def test_several_simulated_runs_at_once_give_what_one_at_a_time_gives_and_failur
     good, *_ = _three_runs(tmp_path / "two")
     bad = Run("bad", replace(good.config, task="gpt-nano", data="/no/such/text"), tmp_path / "two" / "bad-seed0")
     told = io.StringIO()
-    failures = run_all([bad, good], runner, tmp_path / "two", jobs=2, console=Console(file=told, width=200))
+    failures = run_all([bad, good], runner, tmp_path / "two", jobs=2, console=Console(file=told, width=200)).failures
     assert [failure.run for failure in failures] == [bad]
     assert "/no/such/text" in failures[0].why and "Traceback" not in failures[0].why
     assert "done: ddp, seed 0, validation loss" in told.getvalue()
@@ -323,7 +352,7 @@ def test_several_simulated_runs_at_once_give_what_one_at_a_time_gives_and_failur
     assert not (good.folder / "error.txt").exists()
 
     alone, *_ = _three_runs(tmp_path / "one")
-    assert run_all([alone], runner, tmp_path / "one", jobs=1, console=Console(file=told)) == []
+    assert run_all([alone], runner, tmp_path / "one", jobs=1, console=Console(file=told)).failures == []
     assert (alone.folder / "metrics.jsonl").read_text() == (good.folder / "metrics.jsonl").read_text()
 
 

@@ -66,7 +66,7 @@ class SimFlags:
 class CompareFlags:
     """Where the runs take place and are kept; does not change their results."""
 
-    rare: ClassVar[frozenset[str]] = frozenset({"down", "jobs", "checkpoint_every", "timeout", "tune_steps"})
+    rare: ClassVar[frozenset[str]] = frozenset({"down", "jobs", "checkpoint_every", "timeout", "tune_steps", "records"})
 
     seeds: str = "1"
     """How many seeds each method is run with, from 0 on; or the seeds themselves, separated by commas, such as 0,5,7."""
@@ -95,6 +95,9 @@ class CompareFlags:
     """How long a real worker waits for the others."""
     out: str | None = None
     """Folder of the comparison; by default runs/compare-TIME. Given again, what is finished there is not run again."""
+    records: str | None = None
+    """A file of records (.jsonl) that outlives the folder, such as one in a repository: runs that are in it are not made
+    again, new ones are added. Runs that tune go to a file beside it."""
 
 
 @dataclass(frozen=True, kw_only=True)

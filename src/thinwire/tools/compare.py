@@ -27,7 +27,7 @@ from thinwire.errors import ConfigError, ThinwireError
 from thinwire.network import show_seconds
 from thinwire.tools.config import RunConfig, about_run, check_same_run, read_run_toml, write_run_toml
 from thinwire.tools.processes import Process, a_job
-from thinwire.tools.records import Record, append_record, read_records, record_of
+from thinwire.tools.records import Record, append_record, read_records, record_of, run_key
 from thinwire.tools.runners import Runner, simulated_runner
 from thinwire.tools.summary import counted
 from thinwire.tools.words import words_of
@@ -110,7 +110,22 @@ def is_finished(run: Run, runner: Runner) -> bool:
 # --- Running -------------------------------------------------------------------------------------------------------------
 
 
-def run_all(runs: Sequence[Run], runner: Runner, out: Path, *, jobs: int, console: Console) -> list[Failure]:
+@dataclass(frozen=True)
+class Outcome:
+    """What came of the runs of a comparison.
+
+    Attributes:
+        records: of those that are finished, in the order in which they were asked for.
+        failures: the others.
+    """
+
+    records: dict[Run, Record]
+    failures: list[Failure]
+
+
+def run_all(
+    runs: Sequence[Run], runner: Runner, out: Path, *, jobs: int, console: Console, keep: Path | None = None
+) -> Outcome:
     """Make all runs that are not finished; one that fails does not keep the others from running.
 
     Args:
@@ -119,37 +134,53 @@ def run_all(runs: Sequence[Run], runner: Runner, out: Path, *, jobs: int, consol
         out: gets records.jsonl.
         jobs: how many at once; more than one only of simulated runs.
         console: where progress is shown.
-
-    Returns:
-        The runs that failed.
+        keep: a file of records beside the one in `out`: runs that it has are not made again, and others are added to it.
     """
-    finished = [run for run in runs if is_finished(run, runner)]
-    recorded = {record.key for record in _recorded(out)}
-    for run in finished:  # a kill may have come between a run and its record
-        record = record_of(run.folder)
-        if record.key not in recorded:
-            append_record(out / RECORDS, record)
-    todo = [run for run in runs if run not in finished]
-    there = f", {len(finished)} of {len(runs)} are there already" if finished else ""
+    kept = [_Kept(path) for path in (out / RECORDS, keep) if path is not None]
+    done: dict[Run, Record] = {}
+    for run in runs:
+        record = record_of(run.folder) if is_finished(run, runner) else kept[-1].find(run, runner) if keep else None
+        if record is not None:
+            done[run] = record
+            for file in kept:  # a kill may have come between a run and its record
+                file.add(record)
+    todo = [run for run in runs if run not in done]
+    there = f", {len(done)} of {len(runs)} are there already" if done else ""
     console.print(Text(f"{counted(len(runs), 'run')} in {out}{there}"), soft_wrap=True)
-    progress = _RunsLeft(len(runs), len(finished), jobs, console)
+    progress = _RunsLeft(len(runs), len(done), jobs, console)
     failures = []
     ended = _one_by_one(todo, runner, progress) if jobs == 1 else _side_by_side(todo, runner, jobs, progress)
     for run, why in ended:
         if why is None:
-            record = record_of(run.folder)
-            append_record(out / RECORDS, record)
+            done[run] = record = record_of(run.folder)
+            for file in kept:
+                file.add(record)
             if jobs > 1:  # it was not shown
                 console.print(Text(f"done: {run}, validation loss {record.loss:.4f}"), soft_wrap=True)
             shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)  # they were there to go on from
         else:
             failures.append(Failure(run, why))
             console.print(Text(f"failed: {run}: {why}", style="red"), soft_wrap=True)
-    return failures
+    return Outcome({run: done[run] for run in runs if run in done}, failures)
 
 
-def _recorded(out: Path) -> list[Record]:
-    return read_records(out / RECORDS) if (out / RECORDS).is_file() else []
+class _Kept:
+    """A file of records, each run once."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._records = {record.key: record for record in (read_records(path) if path.is_file() else [])}
+
+    def find(self, run: Run, runner: Runner) -> Record | None:
+        """The record of a run of these very settings; None where there is none."""
+        return self._records.get(run_key(run.arm, runner.name, run.config))
+
+    def add(self, record: Record) -> None:
+        """Append a record, unless it is there."""
+        if record.key not in self._records:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            append_record(self.path, record)
+            self._records[record.key] = record
 
 
 def _prepare(run: Run, runner: Runner) -> None:

@@ -98,12 +98,17 @@ class Record:
     @property
     def key(self) -> str:
         """Equal for two records of the same run: they are no two samples."""
-        return json.dumps([self.arm, self.place, asdict(self.config)], sort_keys=True, default=str)
+        return run_key(self.arm, self.place, self.config)
 
     def figure(self, name: str) -> float | None:
         """A figure of the summary; None where there is none or it is not finite."""
         value = self.figures.get(name)
         return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def run_key(arm: str, place: str, config: RunConfig) -> str:
+    """What tells a run from all others: its name, where it takes place, and its settings."""
+    return json.dumps([arm, place, asdict(config)], sort_keys=True, default=str)
 
 
 # --- From a run folder ---------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from rich.text import Text
 from thinwire.errors import ConfigError, check_whole_number
 from thinwire.tools.compare import Run, run_all, run_folders
 from thinwire.tools.config import RunConfig
-from thinwire.tools.records import TUNING, record_of
+from thinwire.tools.records import TUNING
 from thinwire.tools.runners import Runner
 from thinwire.tools.summary import counted
 
@@ -114,6 +114,7 @@ def tune(
     steps: int | None,
     jobs: int,
     console: Console,
+    keep: Path | None = None,
 ) -> dict[str, Chosen]:
     """Find the settings of each method.
 
@@ -127,6 +128,7 @@ def tune(
         steps: of a run; None takes a third of those of the method.
         jobs: how many runs at once.
         console: where progress is shown.
+        keep: a file of records beside that of the folder; see `run_all`.
 
     Raises:
         ConfigError: all runs of a method failed.
@@ -143,11 +145,11 @@ def tune(
             for search, folder in zip(searches, folders, strict=True)
             for point in search.missing
         }
-        failed = {failure.run for failure in run_all(list(runs.values()), runner, out / TUNING, jobs=jobs, console=console)}
+        outcome = run_all(list(runs.values()), runner, out / TUNING, jobs=jobs, console=console, keep=keep)
         for search in searches:
             for point in search.missing:
-                run = runs[search.arm, point]
-                loss = math.inf if run in failed else record_of(run.folder).loss
+                record = outcome.records.get(runs[search.arm, point])
+                loss = math.inf if record is None else record.loss
                 search.losses[point] = loss if math.isfinite(loss) else math.inf
         at_edges = [search for search in searches if search.at_edge] if left else []
         for search in at_edges:

@@ -21,7 +21,7 @@ from thinwire.tools.compare import RECORDS, Run, run_all, run_folders
 from thinwire.tools.config import RunConfig, new_folder
 from thinwire.tools.flags import parse_run, peek, wants_help
 from thinwire.tools.namespaces import check_machine
-from thinwire.tools.records import record_of
+from thinwire.tools.records import TUNING
 from thinwire.tools.report.comparison import comparisons
 from thinwire.tools.report.terminal import show
 from thinwire.tools.runners import LabRunner, ProcessRunner, Runner, SimulatedRunner
@@ -56,30 +56,32 @@ def main(arguments: list[str]) -> int:
 
 def _compare(arms: Arms, fixed: frozenset[str], runner: Runner, flags: CompareFlags, *, again: list[str]) -> int:
     out, console = Path(flags.out or new_folder("compare")), terminal()
+    keep = None if flags.records is None else Path(flags.records)
+    if keep is not None and keep.is_dir():
+        raise ConfigError(f"records must be a file such as records.jsonl, {keep} is a folder")
     try:
         out.mkdir(parents=True, exist_ok=True)
         chosen = {name: Chosen(configs[0], tried=0) for name, configs in arms.items()}
         if flags.tune is not None:
             how = {"seed": parse_seeds(flags.seeds)[0], "steps": flags.tune_steps, "jobs": flags.jobs}
+            how["keep"] = keep.with_stem(f"{keep.stem}-{TUNING}") if keep else None
             chosen = tune(arms, runner, out, rates=parse_rates(flags.tune), fixed=fixed, console=console, **how)
         runs = _runs(chosen, flags, out)
-        failures = run_all(runs, runner, out, jobs=flags.jobs, console=console)
+        outcome = run_all(runs, runner, out, jobs=flags.jobs, console=console, keep=keep)
     except OSError as cause:
         raise ConfigError(f"cannot write the folder of the comparison {out}: {cause.strerror or cause}") from cause
     except KeyboardInterrupt:
         named = [] if flags.out else ["--out", str(out)]
         command = shlex.join(["thinwire", "compare", *again, *named])
         raise KeyboardInterrupt(f"the runs are in {out}; go on with: {command}") from None
-    failed = [failure.run for failure in failures]
-    records = [record_of(run.folder) for run in runs if run not in failed]
     together = len({(run.config.steps, run.config.workers, run.config.batch, run.config.task) for run in runs}) > 1
-    if records:
-        show(comparisons(records, together=together), console)
-    for failure in failures:
+    if outcome.records:
+        show(comparisons(list(outcome.records.values()), together=together), console)
+    for failure in outcome.failures:
         console.print(Text(f"failed: {failure.run}: {failure.why}", style="red"), soft_wrap=True)
     hint = f"thinwire report {shlex.quote(str(out))}{' --together' if together else ''}"
     console.print(Text(f"\nrecords: {out / RECORDS}\nfigures: {hint}"), soft_wrap=True)
-    return 1 if failures else 0
+    return 1 if outcome.failures else 0
 
 
 # --- From words to runs --------------------------------------------------------------------------------------------------

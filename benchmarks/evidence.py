@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,14 @@ def config_of(run: Run) -> RunConfig:
 def recorded() -> dict[str, dict[str, Any]]:
     """All runs so far by their command."""
     path = record.RECORDS / f"{NAME}.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {row["command"]: row for row in map(json.loads, lines)}
+    return dict(_rows(path, path.stat().st_mtime_ns)) if path.exists() else {}
+
+
+@lru_cache(maxsize=1)
+def _rows(path: Path, changed: int) -> dict[str, dict[str, Any]]:
+    """What a file has since it was changed; the page of results asks a hundred times."""
+    del changed
+    return {row["command"]: row for row in map(json.loads, path.read_text().splitlines())}
 
 
 def finalists(arm: Arm, rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

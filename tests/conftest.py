@@ -39,8 +39,11 @@ def pytest_configure(config: pytest.Config) -> None:
 LONGEST = ("test_readme_walk.py", "test_clean_install.py", "test_runs.py", "test_demo.py", "test_feature_examples.py")
 
 
+@pytest.hookimpl(tryfirst=True)  # before slow tests are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if tiers.full:
+    if not tiers.full:
+        tiers.thin_out(items)
+    else:
         items.sort(key=lambda item: item.path.name not in LONGEST)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiers
 from tests.conftest import not_tested
 from tests.processes import LIMIT
 
@@ -33,6 +34,30 @@ def test_every_reason_to_skip_is_told_once_with_the_number_of_tests() -> None:
     ]
     assert not_tested(312, [])[0] == "312 tests, slow, and seven eighths of the random examples: make test-full"
     assert any("GPU" in line for line in not_tested(0, []))
+
+
+class _Item:
+    def __init__(self, nodeid: str, folder: str = "algorithms"):
+        self.nodeid, self.path, self.marks = nodeid, ROOT / "tests" / folder / "test_x.py", list[str]()
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.marks else None
+
+    def add_marker(self, mark: pytest.MarkDecorator) -> None:
+        self.marks.append(mark.name)
+
+
+def test_of_many_cases_the_first_and_a_third_are_quick_always_the_same() -> None:
+    many = [_Item(f"t.py::test_many[{n}]") for n in range(90)]
+    few = [_Item(f"t.py::test_few[{n}]") for n in range(4)]
+    cheap = [_Item(f"t.py::test_cheap[{n}]", folder="codecs") for n in range(90)]
+    tiers.thin_out([*many, *few, *cheap])  # type: ignore[list-item]
+    quick = [item.nodeid for item in many if not item.marks]
+    assert not many[0].marks and 20 <= len(quick) <= 40
+    assert not any(item.marks for item in [*few, *cheap])
+    again = [_Item(f"t.py::test_many[{n}]") for n in range(90)]
+    tiers.thin_out(again)  # type: ignore[list-item]
+    assert [item.nodeid for item in again if not item.marks] == quick
 
 
 CLOCKS = {

@@ -20,7 +20,6 @@ import pytest
 from rich.console import Console
 
 from tests.browser import CHROMIUM, Browser
-from tests.tiers import first_quick
 from tests.tools.made_records import PARAMETERS, made_comparison, made_record
 from thinwire.errors import ConfigError, MissingDependency, how_to_install
 from thinwire.tools.cli import main
@@ -667,7 +666,8 @@ def test_in_a_browser_an_arm_can_be_hidden_and_lit(page: Path) -> None:
 
 
 @needs_chromium
-@pytest.mark.parametrize(("width", "dark"), first_quick([(360, True), (360, False), (1280, True)]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "dark"), [(360, True), (360, False), (1280, True)])
 def test_in_a_browser_it_fits_a_phone_and_follows_the_colours_of_the_system(width: int, dark: bool, page: Path) -> None:
     with Browser(width=width, dark=dark) as browser:
         browser.open(page)

@@ -8,9 +8,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
+PYTEST_FULL := $(BIN)/python -m pytest --numprocesses 4 --dist worksteal # slow tests wait a lot
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick-tests test-full full-tests chaos lint types docs bench evidence evidence-all clean
+.PHONY: help demo test quick-tests test-full full-tests test-all chaos lint types docs bench evidence evidence-all clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -24,12 +25,16 @@ test: $(VENV)/.dev ## Lint, types, docs and the quick tests (what CI runs; about
 quick-tests: $(VENV)/.dev
 	$(PYTEST)
 
-test-full: $(VENV)/.dev $(VENV)/.frameworks $(VENV)/.servers ## The same with the slow tests, real servers and frameworks (about 35 minutes on 2 cores).
+test-full: $(VENV)/.dev $(VENV)/.frameworks $(VENV)/.servers ## The same with the slow tests, real servers and frameworks (about 30 minutes on 2 cores).
 	@$(MAKE) --no-print-directory --jobs=2 full-tests lint types docs
 
 full-tests: $(VENV)/.dev $(VENV)/.frameworks $(VENV)/.servers
-	$(PYTEST) -m ""
-	THINWIRE_KERNELS=auto $(PYTEST) tests/codecs tests/kernels tests/conformance tests/test_golden.py tests/test_share.py
+	$(PYTEST_FULL) -m "not rare"
+	THINWIRE_KERNELS=auto $(PYTEST_FULL) tests/codecs tests/kernels tests/conformance tests/test_golden.py tests/test_share.py
+
+test-all: $(VENV)/.dev $(VENV)/.frameworks $(VENV)/.servers ## Every case of every test, with and without C kernels (hours).
+	$(PYTEST_FULL) -m ""
+	THINWIRE_KERNELS=auto $(PYTEST_FULL) -m "" tests/codecs tests/kernels tests/conformance tests/test_golden.py tests/test_share.py
 
 chaos: $(VENV)/.servers ## Kill workers of 5 methods again and again; each run must end as if nothing had happened.
 	$(BIN)/python -m benchmarks.chaos

@@ -41,9 +41,8 @@ LONGEST = ("test_readme_walk.py", "test_clean_install.py", "test_runs.py", "test
 
 @pytest.hookimpl(tryfirst=True)  # before slow tests are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not tiers.full:
-        tiers.thin_out(items)
-    else:
+    tiers.thin_out(items)
+    if tiers.full:
         items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
@@ -88,36 +87,39 @@ def _same_seed() -> None:
 
 # --- What was not tested -----------------------------------------------------------------------------------------------------
 
-_SLOW = pytest.StashKey[int]()
+_LEFT_OUT = pytest.StashKey[int]()
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
-    """Count the slow tests that were left out; with pytest-xdist this happens in its workers."""
+    """Count the slow or rare tests that were left out; with pytest-xdist this happens in its workers."""
     if items:
-        config = items[0].config
-        config.stash[_SLOW] = config.stash.get(_SLOW, 0) + sum(item.get_closest_marker("slow") is not None for item in items)
+        config, kind = items[0].config, "rare" if tiers.full else "slow"
+        count = sum(item.get_closest_marker(kind) is not None for item in items)
+        config.stash[_LEFT_OUT] = config.stash.get(_LEFT_OUT, 0) + count
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["slow"] = session.config.stash.get(_SLOW, 0)
+        session.config.workeroutput["left_out"] = session.config.stash.get(_LEFT_OUT, 0)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """A worker of pytest-xdist has ended. Each of them has seen all tests."""
-    slow = getattr(node, "workeroutput", {}).get("slow", 0)
-    node.config.stash[_SLOW] = max(slow, node.config.stash.get(_SLOW, 0))
+    count = getattr(node, "workeroutput", {}).get("left_out", 0)
+    node.config.stash[_LEFT_OUT] = max(count, node.config.stash.get(_LEFT_OUT, 0))
 
 
-def not_tested(slow: int, skipped: Sequence[str]) -> list[str]:
+def not_tested(slow: int, skipped: Sequence[str], rare: int = 0) -> list[str]:
     """One line for each thing that a run has left out, with the way to get it.
 
     Args:
         slow: how many slow tests were not selected.
         skipped: the reason of every test that was skipped, which says how to get it.
+        rare: how many cases of tests with many were not selected, where slow tests were.
     """
     lines = [f"{_tests(slow)}, slow, and seven eighths of the random examples: make test-full"] if slow else []
+    lines += [f"{_tests(rare)}, further cases of tests that have many: make test-all"] if rare else []
     lines += [f"{_tests(count)}, skipped: {reason}" for reason, count in Counter(skipped).most_common()]
     lines.append("GPUs and NCCL: there is no test of them here; all tests run on the CPU with gloo")
     return [*lines, "many kills of whole trainings: make chaos", "speed, and a million hostile messages: make bench"]
@@ -130,5 +132,6 @@ def _tests(count: int) -> str:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     skipped = [report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ())]
     terminalreporter.section("not tested")
-    for line in not_tested(config.stash.get(_SLOW, 0), skipped):
+    count = config.stash.get(_LEFT_OUT, 0)
+    for line in not_tested(*((0, skipped, count) if tiers.full else (count, skipped))):
         terminalreporter.write_line(line)

@@ -33,6 +33,7 @@ def test_every_reason_to_skip_is_told_once_with_the_number_of_tests() -> None:
         "1 test, skipped: b: do that",
     ]
     assert not_tested(312, [])[0] == "312 tests, slow, and seven eighths of the random examples: make test-full"
+    assert not_tested(0, [], rare=7)[0] == "7 tests, further cases of tests that have many: make test-all"
     assert any("GPU" in line for line in not_tested(0, []))
 
 
@@ -47,15 +48,15 @@ class _Item:
         self.marks.append(mark.name)
 
 
-def test_of_many_cases_the_first_and_a_third_are_quick_always_the_same() -> None:
-    many = [_Item(f"t.py::test_many[{n}]") for n in range(90)]
-    few = [_Item(f"t.py::test_few[{n}]") for n in range(4)]
+def test_of_many_cases_the_first_and_a_quarter_are_quick_and_half_are_rare_always_the_same() -> None:
+    many, few = ([_Item(f"t.py::test_{count}[{n}]") for n in range(count)] for count in (90, 4))
     cheap = [_Item(f"t.py::test_cheap[{n}]", folder="codecs") for n in range(90)]
     tiers.thin_out([*many, *few, *cheap])  # type: ignore[list-item]
-    quick = [item.nodeid for item in many if not item.marks]
-    assert not many[0].marks and 20 <= len(quick) <= 40
+    quick, slow, rare = ([i.nodeid for i in many if i.marks == marks] for marks in ([], ["slow"], ["slow", "rare"]))
+    assert many[0].nodeid in quick
+    assert len(quick) + len(slow) + len(rare) == 90 and 12 <= len(quick) <= 35 and 12 <= len(slow) <= 35
     assert not any(item.marks for item in [*few, *cheap])
-    again = [_Item(f"t.py::test_many[{n}]") for n in range(90)]
+    again = [_Item(f"t.py::test_90[{n}]") for n in range(90)]
     tiers.thin_out(again)  # type: ignore[list-item]
     assert [item.nodeid for item in again if not item.marks] == quick
 

@@ -1,4 +1,4 @@
-"""Which tests are quick. `make test` runs those; `make test-full` all of them."""
+"""Which tests are quick (`make test`), slow (`make test-full` has them too), and rare (only `make test-all` has them)."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ def diagonals(rows: Sequence[Any], columns: Sequence[Any], every: int = 4) -> li
 
 
 FAMILIES = ("conformance", "algorithms", "elastic", "tools", "tests")  # folders whose tests are of whole rounds and runs
-_MOST = 4  # cases of a test there that are all quick
+_MOST = 4  # cases of a test there that are left as they are
 
 
 def thin_out(items: Iterable[pytest.Item]) -> None:
-    """Of tests of whole rounds with many cases, make two thirds of the cases slow: all but the first and a fixed third.
+    """Of a test of whole rounds with many cases, make three quarters of them slow, and half of them rare.
 
-    Which third follows from the names of the cases, so that it is the same everywhere, and no value of a parameter is left
-    out of all tests.
+    The first case stays as it is. Which others follow from their names, so that they are the same everywhere, and no value of a
+    parameter is left out of all tests.
     """
-    quick = (item for item in items if item.path.parent.name in FAMILIES and item.get_closest_marker("slow") is None)
-    for _, family in groupby(quick, key=lambda item: item.nodeid.partition("[")[0]):
-        _, *others = family
-        if len(others) >= _MOST:
+    for _, family in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
+        first, *others = family
+        if first.path.parent.name in FAMILIES and len(others) >= _MOST:
             for item in others:
-                if zlib.crc32(item.nodeid.encode()) % 3:
+                place = zlib.crc32(item.nodeid.encode()) % 4
+                if place:
                     item.add_marker(pytest.mark.slow)
+                if place > 1:
+                    item.add_marker(pytest.mark.rare)
 
 
 def _slow(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""docs/results.md from its text in benchmarks/results.md, and the README's tables: `python -m benchmarks.results`.
+"""docs/results.md from benchmarks/results.md, the tables of the README, the losses of the plan: `python -m benchmarks.results`.
 
 What stands between double braces in the text is filled in from the records. Some figures of finished tables are typed all the
 same: who adds records reads the text again.
@@ -9,6 +9,11 @@ same: who adds records reads the text again.
     {{ times PART / ARM }}                how many times fewer bytes a worker sends than in DDP's ring
     {{ message PART / ARM / OTHER }}      how many times shorter an arm's messages are than another's
     {{ closed PART / ARM / LOW / HIGH }}  which part of the gap between two others an arm closes
+    {{ decayed NAME }}                    all arms of the records NAME of `thinwire compare`, and how they were run
+    {{ paired NAME / ARM / OTHER }}       loss of an arm of these against another's, paired by seed, with its standard error
+    {{ sends NAME / ARM }}                how many times fewer bytes than DDP's ring
+    {{ shorter NAME / ARM / OTHER }}      how many times shorter its messages are than another's
+    {{ closes NAME / ARM / LOW / HIGH }}  which part of the gap between two others it closes
     {{ thin-wire }}                       times on shaped links, bytes of the interface, and what the plan had predicted
     {{ factor WAY / SPEED }}              of these: time per step over the same job alone
 """
@@ -20,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import record
+from benchmarks import decayed, losses, record
 from benchmarks.arms import PARTS, Arm, run_of
 from benchmarks.evidence import best_point, recorded
 from benchmarks.readme import README, readme_with_tables
@@ -75,6 +80,10 @@ def _shown_table(part: str) -> str:
     title = f"Table: {len(commands)} arms, with settings, loss, bytes and seeds"
     warm = any("--warm-start" in command for command in commands)
     return _folded(title, f"{table(part)}\n\n{how}\n\n{details}") + (f"\n\n{WARM}" if warm else "")
+
+
+def _decayed(name: str) -> str:
+    return f"{decayed.table(name)}\n\n{decayed.how(name)}"
 
 
 def _folded(title: str, text: str) -> str:
@@ -149,6 +158,11 @@ FILL: dict[str, Callable[..., str]] = {
     "times": _fewer,
     "message": _message,
     "closed": _closed,
+    "decayed": _decayed,
+    "paired": decayed.difference,
+    "sends": decayed.fewer,
+    "shorter": decayed.shorter,
+    "closes": decayed.closed,
     "thin-wire": _thin_wire,
     "factor": _factor,
 }
@@ -171,7 +185,8 @@ def main() -> None:
     """Write the page and the README's tables."""
     PAGE.write_text(page(), encoding="utf-8")
     README.write_text(readme_with_tables(README.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"{PAGE}\n{README}")
+    losses.FILE.write_text(losses.text(), encoding="utf-8")
+    print(f"{PAGE}\n{README}\n{losses.FILE}")
 
 
 if __name__ == "__main__":

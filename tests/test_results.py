@@ -6,12 +6,12 @@ import shlex
 from typing import Any
 
 import pytest
-from benchmarks import readme, recompute, record, reproduce, results, thin_wire
+from benchmarks import decayed, losses, readme, recompute, record, reproduce, results, thin_wire
 from benchmarks.arms import PARTS, run_of
 from benchmarks.evidence import best_point, recorded
 from benchmarks.tables import fewer, mean_of, rows_of
 
-from thinwire.tools.advice import METHODS, Method
+from thinwire.tools.advice import METHODS
 from thinwire.tools.flags import parse_run
 
 
@@ -87,29 +87,15 @@ def test_every_table_has_a_row_to_be_repeated() -> None:
         assert name in [arm.name for arm in PARTS[part]], part
 
 
-MEASURED = {  # where the losses of `thinwire plan` are from; DiLoCo's beyond H = 32 are published
-    "demo": ("headline", {8: "DeMo 1-bit k=8", 32: "DeMo 1-bit k=32", 172: "DeMo 1-bit k=172"}),
-    "local-adam": ("warm-clocks", {32: "Local Adam"}),
-    "mt-dao": ("warm-clocks", {32: "MT-DAO"}),
-    "mt-dao fp4": ("wires", {32: "MT-DAO fp4, K_v=192"}),
-    "des-loc": ("warm-clocks", {32: "DES-LOC (32, 96, 192)"}),
-    "diloco": ("warm-clocks", {32: "DiLoCo"}),
-    "streaming-diloco": ("headline", {32: "Streaming DiLoCo tau=1"}),
-    "decoupled-diloco": ("headline", {8: "decoupled DiLoCo H=8 k=128", 32: "decoupled DiLoCo H=32 k=128"}),
-    "sparseloco": ("headline", {32: "SparseLoCo H=32"}),
-    "lordo": ("warm-lordo", {32: "LoRDO"}),
-}
-
-
-@pytest.mark.parametrize("method", [m for m in METHODS if m.losses and m.name != "ddp"], ids=lambda m: m.name)
-def test_the_losses_of_the_plan_are_those_of_the_records(method: Method) -> None:
-    part, arms = MEASURED[method.name]
-    told, baseline = dict(method.losses), results._arm("warm-clocks", "AdamW-DDP")[1]
-    for value, name in arms.items():
-        runs = results._arm(part, name)[1]
-        found = 100 * (mean_of(runs, "loss") / mean_of(baseline[: len(runs)], "loss") - 1)  # over the same seeds
-        assert told.pop(value) == pytest.approx(found, abs=0.051), value
-    assert method.warm and (not told or method.name in ("diloco", "streaming-diloco")), f"of {told} there is no record"
+def test_the_losses_of_the_plan_are_those_of_the_records() -> None:
+    assert losses.FILE.read_text(encoding="utf-8") == losses.text(), "run python -m benchmarks.results"
+    told = {method.name: method.losses for method in METHODS if method.losses}
+    assert told.keys() == {"ddp", *losses.ARMS}, "every method with a decayed run is in the plan, and no other has a loss"
+    for method, arms in losses.ARMS.items():
+        for value, name in arms.items():
+            mine, base = decayed.arm_of("pico", name), decayed.compared("pico").baseline
+            pairs = zip(mine.loss.values, base.loss.values, strict=True)
+            assert dict(told[method])[value] == pytest.approx(100 * sum(a / b - 1 for a, b in pairs) / 3, abs=0.051), name
 
 
 def test_times_on_thin_wires_are_shown_beside_the_plan_and_the_meter(monkeypatch: pytest.MonkeyPatch) -> None:

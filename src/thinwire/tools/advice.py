@@ -1,15 +1,18 @@
 """Which method to take on a link: what each would cost there, and what each has lost where it was measured.
 
-The costs are `thinwire.tools.plan`'s. The losses are measured at a small scale (docs/results.md) and are here for their order:
-a method is preferred when it loses less and computes enough of the time.
+The costs are `thinwire.tools.plan`'s. The losses (losses.json, which `python -m benchmarks.results` makes from the records) are
+those of small models and short runs, from scratch, with a decay of the learning rate. They are here for their order: a method
+is preferred when it loses less and computes enough of the time.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from importlib import resources
 from typing import Any, Literal
 
 from torch import nn
@@ -35,8 +38,6 @@ from thinwire.tools.plan import (
 
 Knob = Literal["H", "k", "bandwidth"]
 
-WARM_STEPS = 256  # synchronous steps before the runs whose losses are marked `warm`
-
 
 @dataclass(frozen=True)
 class Method:
@@ -47,40 +48,47 @@ class Method:
         config: what to run.
         losses: (H or k, percent above AdamW-DDP), in ascending order of H or k; between them the logarithm is interpolated.
         tried: the range of H or k that somebody has trained with, here or in a paper.
-        warm: whether the losses are those of runs that began with `WARM_STEPS` synchronous steps.
     """
 
     name: str
     config: RunConfig
     losses: tuple[tuple[int, float], ...] = ()
     tried: tuple[int, int] = (1, 32)
-    warm: bool = False
+
+
+def _measured() -> dict[str, tuple[tuple[int, float], ...]]:
+    """The losses of each method by H or k, as the records have them; none of methods without a decayed run."""
+    text = resources.files("thinwire.tools").joinpath("losses.json").read_text(encoding="utf-8")
+    return {
+        name: tuple((int(value), float(percent)) for value, percent in entries)
+        for name, entries in json.loads(text)["losses"].items()
+    }
 
 
 def _run(algorithm: str, wire: str | None = None, **settings: Any) -> RunConfig:
     return RunConfig(algorithm=algorithm, wire=wire, settings=settings)
 
 
-# The losses are those of docs/results.md after a warm start, three seeds but for decoupled-diloco at H = 32; a test holds them
-# to the records. How DiLoCo's grows with H is published: 0.8% from H = 30 to 100 (Streaming DiLoCo, table 5), 2.9% of the
-# perplexity from 50 to 1000 (DiLoCo, section 3). Without a number: not measured here.
-METHODS = (
-    Method("ddp", _run("ddp"), ((1, 0.0),)),
+_COARSE = {"over": "workers", "beta": 0.9, "outer_momentum": 0.5, "outer_lr": 0.9}
+_LISTED = (
+    Method("ddp", _run("ddp")),
     Method("data-parallel bf16", _run("data-parallel", "bf16")),
-    Method("demo", _run("demo"), ((8, -1.6), (32, -2.4), (172, -0.3)), (8, 4096), warm=True),
-    Method("demo delayed", _run("demo", delay=True), (), (8, 4096)),
-    Method("local-adam", _run("local-adam", H=32), ((32, 5.9),), (1, 256), warm=True),
-    Method("mt-dao", _run("mt-dao", H=32), ((32, -0.5),), (1, 32), warm=True),
-    Method("mt-dao fp4", _run("mt-dao", "fp4", H=32, K_v=192), ((32, -0.3),), (1, 32), warm=True),
-    Method("des-loc", _run("des-loc"), ((32, 6.2),), (1, 256), warm=True),
-    Method("diloco", _run("diloco", H=32), ((32, -0.5), (100, 0.3), (1000, 0.9)), (1, 1000), warm=True),
-    Method("diloco fp4", _run("diloco", "fp4", H=32), (), (1, 100)),
-    Method("streaming-diloco", _run("streaming-diloco", H=32), ((32, 1.4), (100, 2.2)), (1, 100), warm=True),
-    Method("decoupled-diloco", _run("decoupled-diloco", H=32), ((8, 1.2), (32, 4.0)), (1, 512), warm=True),
-    Method("sparseloco", _run("sparseloco"), ((32, 11.9),), (1, 32), warm=True),
-    Method("lordo", _run("lordo", H=32), ((32, 17.9),), warm=True),
-    Method("noloco", _run("noloco", H=32), (), (1, 100)),
+    Method("demo", _run("demo"), tried=(8, 4096)),
+    Method("demo delayed", _run("demo", delay=True), tried=(8, 4096)),
+    Method("local-adam", _run("local-adam", H=32), tried=(1, 256)),
+    Method("mt-dao", _run("mt-dao", H=32), tried=(1, 32)),
+    Method("mt-dao fp4", _run("mt-dao", "fp4", H=32, K_v=192), tried=(1, 32)),
+    Method("des-loc", _run("des-loc"), tried=(1, 256)),
+    Method("diloco", _run("diloco", H=32), tried=(1, 1000)),
+    Method("diloco fp4", _run("diloco", "fp4", H=32), tried=(1, 100)),
+    Method("diloco ternary", _run("decoupled-diloco", "ternary", H=32, **_COARSE), tried=(1, 100)),
+    Method("streaming-diloco", _run("streaming-diloco", H=32), tried=(1, 100)),
+    Method("decoupled-diloco", _run("decoupled-diloco", H=32), tried=(1, 512)),
+    Method("sparseloco", _run("sparseloco")),
+    Method("lordo", _run("lordo", H=32)),
+    Method("noloco", _run("noloco", H=32), tried=(1, 100)),
 )
+METHODS = tuple(replace(method, losses=_measured().get(method.name, ())) for method in _LISTED)
 
 
 @dataclass(frozen=True)
@@ -160,14 +168,12 @@ class Advice:
         sentence: the recommendation.
         best: the offer that it recommends, with the settings that it recommends; None where nothing is enough.
         closest: where nothing is, what comes closest; else one with a much smaller loss that computes less, if there is one.
-        warm_seconds: what the synchronous steps of a warm start would take.
     """
 
     offers: tuple[Offer, ...]
     sentence: str
     best: Offer | None
     closest: Offer | None
-    warm_seconds: float
 
 
 @dataclass(frozen=True)
@@ -196,7 +202,7 @@ def advise(model: nn.Module, cluster: Cluster, *, utilisation: float = 0.95, wis
     best = _best(offers, model, cluster, utilisation)
     below = math.inf if best is None or best.loss is None else best.loss.percent
     closest = _closest(offers, model, cluster, below=below)
-    return Advice(offers, _sentence(best, closest, ddp, utilisation), best, closest, WARM_STEPS * ddp.seconds_per_step)
+    return Advice(offers, _sentence(best, closest, ddp, utilisation), best, closest)
 
 
 def offer_of(method: Method, model: nn.Module, cluster: Cluster, utilisation: float, wishes: Wishes) -> Offer:
@@ -311,10 +317,9 @@ def _sentence(best: Offer | None, closest: Offer | None, ddp: Prediction, utilis
 
 def _loss_in_words(offer: Offer) -> str:
     assert offer.loss is not None
-    when = " after a warm start" if offer.method.warm else ""
     if offer.loss.at_least:
-        return f"with a loss that was not measured at this {offer.knob} ({offer.loss.percent:+.1f}% at the nearest{when})"
-    return f"with a loss of about {offer.loss.percent:+.1f}% against ddp's in our small runs{when}"
+        return f"with a loss that was not measured at this {offer.knob} ({offer.loss.percent:+.1f}% at the nearest)"
+    return f"with a loss of about {offer.loss.percent:+.1f}% against ddp's in our small runs"
 
 
 def _percent(share: float) -> str:

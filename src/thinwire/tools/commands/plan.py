@@ -13,7 +13,7 @@ from torch import nn
 
 from thinwire.errors import ConfigError
 from thinwire.network import parse_duration, show_bandwidth, show_bytes, show_seconds
-from thinwire.tools.advice import WARM_STEPS, Advice, Offer, Wishes, advise
+from thinwire.tools.advice import Advice, Offer, Wishes, advise
 from thinwire.tools.build import task_of
 from thinwire.tools.command_flags import PlanFlags
 from thinwire.tools.config import RunConfig, write_whole
@@ -95,14 +95,14 @@ def _wire(flags: PlanFlags) -> str:
 
 
 def _figures(offer: Offer, dense: float) -> list[str]:
-    cost, warm = offer.cost, "*" if offer.method.warm else ""
+    cost = offer.cost
     return [
         show_bytes(cost.bytes_per_step),
         _times(dense / cost.bytes_per_step) if cost.bytes_per_step else "-",
         show_seconds(cost.wait_per_step),
         f"{100 * cost.utilisation:.1f}%",
         _needed(offer),
-        "?" if offer.loss is None else f"{offer.loss}{warm}",
+        "?" if offer.loss is None else str(offer.loss),
     ]
 
 
@@ -129,8 +129,8 @@ def _notes(target: str, cluster: Cluster, advice: Advice) -> str:
     return (
         f"sent: bytes per worker. for {target}: the H, k or bandwidth with which workers compute {target} of the time{never}. "
         f"{100 * cluster.goodput:.1f}% of the bandwidth is left by headers (--framing){packing}. "
-        "loss: against AdamW-DDP in small runs (docs/results.md), for the order; ? was not measured, > beyond what was. "
-        f"* after a warm start: {WARM_STEPS} synchronous steps, which take {show_seconds(advice.warm_seconds)} here.{route}"
+        "loss: against AdamW-DDP in small runs from scratch with a decay (docs/results.md), for the order; ? was not measured, "
+        f"> beyond what was.{route}"
     )
 
 

@@ -1,0 +1,174 @@
+"""Tables and figures of runs whose learning rate decays to zero, from records of `thinwire compare --records`.
+
+`python -m benchmarks.decayed` draws loss against bytes and against rounds; benchmarks/results.py puts the tables on the page.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+from benchmarks.record import RECORDS
+from thinwire.network import show_bytes
+from thinwire.tools.records import read_records
+from thinwire.tools.report.comparison import Arm, Comparison, comparisons
+
+MATRIX = Path(__file__).parent / "matrix"
+
+
+def compared(name: str) -> Comparison:
+    """The runs of a file of records side by side; they are of one job."""
+    path = RECORDS / f"{name}.jsonl"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in MATRIX.glob("*.txt")))
+        raise SystemExit(f"there are no records {path.name}: those of a comparison are called as its file in matrix/: {known}")
+    return _compared(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _compared(path: Path, changed: int) -> Comparison:
+    del changed
+    [found] = comparisons(read_records(path))
+    return found
+
+
+def arm_of(name: str, arm: str) -> Arm:
+    """An arm of a file of records by its name."""
+    found = {one.name: one for one in compared(name).arms}
+    if arm not in found:
+        raise SystemExit(f"records {name} have no arm {arm!r}: there are {', '.join(found)}")
+    return found[arm]
+
+
+def table(name: str) -> str:
+    """All arms: loss, its difference to the baseline's paired by seed, rounds, bytes."""
+    found = compared(name)
+    names = ["method", "lr", "points tried", "loss", f"against {found.baseline.name}", "p", "rounds", "sent"]
+    names += ["fewer, 4 workers", "fewer, 8 workers", "seeds"]
+    lines = [f"| {' | '.join(names)} |", f"|---{'|---:' * (len(names) - 1)}|"]
+    for arm in found.arms:
+        p, rounds, sent = found.p_value(arm), arm.sample("rounds"), arm.sample("sent")
+        cells = [
+            arm.name,
+            f"{arm.first.config.lr:g}",
+            str(arm.first.tried),
+            f"{arm.loss.mean:.3f}",
+            "" if arm is found.baseline else difference(name, arm.name, found.baseline.name),
+            "" if p is None else f"{p:.2g}",
+            "" if rounds is None else f"{rounds.mean:.0f}",
+            "" if sent is None else show_bytes(sent.mean),
+            _times(arm.fewer),
+            _times(arm.fewer_among(8)),
+            str(len(arm.records)),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def how(name: str) -> str:
+    """Where the table comes from, and the command that makes it again."""
+    records = [record for arm in compared(name).arms for record in arm.records]
+    machines = sorted({f"{r.cores} cores, torch {r.versions['torch']}, Python {r.versions['python']}" for r in records})
+    dates = sorted({record.date[:10] for record in records})
+    return (
+        f"*Simulated: {records[0].figures['workers']} workers in one process; {'; '.join(machines)}; {', '.join(dates)}; "
+        f"`{command(name)}`.*"
+    )
+
+
+def command(name: str) -> str:
+    """Makes what is missing of the records, which is nothing as they are."""
+    words = ["thinwire", "compare", f"@benchmarks/matrix/{name}.txt", "--records", f"benchmarks/records/{name}.jsonl"]
+    return shlex.join(words)
+
+
+def difference(name: str, arm: str, other: str) -> str:
+    """Loss of an arm against another's, paired by seed: mean and standard error."""
+    found = replace(compared(name), baseline=arm_of(name, other))
+    against, error = found.against(arm_of(name, arm)), found.error(arm_of(name, arm))
+    if against is None:
+        raise SystemExit(f"records {name}: {arm!r} and {other!r} have no seed in common, or a run diverged")
+    return f"{against:+.1f}%" if error is None else f"{against:+.1f} ± {error:.1f}%"
+
+
+def closed(name: str, arm: str, low: str, high: str) -> str:
+    """Which part of the gap between two others an arm closes, of means over the seeds."""
+    mine, worst, best = (arm_of(name, one).loss.mean for one in (arm, low, high))
+    return f"{100 * (worst - mine) / (worst - best):.0f}%"
+
+
+def fewer(name: str, arm: str) -> str:
+    """How many times fewer bytes leave a worker than in DDP's ring."""
+    return _times(arm_of(name, arm).fewer)
+
+
+def shorter(name: str, arm: str, other: str) -> str:
+    """How many times shorter the messages of an arm are than another's."""
+    mine, its = (arm_of(name, one).sample("payload") for one in (arm, other))
+    return f"{its.mean / mine.mean:.0f}" if mine and its else ""
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}x" if value >= 20 else f"{value:.1f}x"
+
+
+# --- Figures -----------------------------------------------------------------------------------------------------------------
+
+
+def draw(name: str, *, show: Callable[[Arm], float | None], label: str, file: str) -> Path:
+    """Loss against something, a point for each arm with its seeds."""
+    from benchmarks.figures import FIGURES, plt
+    from benchmarks.frontier import FAMILIES, Labels
+
+    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    axes.set(xscale="log", xlabel=label, ylabel="validation loss")
+    points = []
+    for arm in compared(name).arms:
+        x, losses = show(arm), arm.loss.values
+        if x is None or not arm.loss.finite:
+            continue
+        _, color, marker = FAMILIES.get(arm.first.config.algorithm, ("", "tab:purple", "^"))
+        low, high = arm.loss.mean - min(losses), max(losses) - arm.loss.mean
+        axes.errorbar(x, arm.loss.mean, yerr=[[low], [high]], color=color, marker=marker, capsize=3, linestyle="none")
+        points.append((arm.name, (x, arm.loss.mean), color))
+    axes.grid(True, which="both", alpha=0.25)
+    axes.margins(x=0.12, y=0.08)
+    figure.canvas.draw()
+    labels = Labels(axes, [point for _, point, _ in points])
+    for text, point, color in points:
+        labels.put(text, point, color)
+    FIGURES.mkdir(exist_ok=True)
+    path = FIGURES / file
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+    return path
+
+
+def _rounds(arm: Arm) -> float | None:
+    rounds = arm.sample("rounds")
+    return None if rounds is None or not math.isfinite(rounds.mean) else rounds.mean
+
+
+def main() -> None:
+    """Draw both figures from the records of pico."""
+    import matplotlib as mpl
+
+    mpl.rcParams["svg.hashsalt"] = "thinwire"
+    title = compared("pico").title
+    print(
+        draw(
+            "pico",
+            show=lambda arm: arm.fewer,
+            label=f"times fewer bytes sent than DDP's ring ({title}, simulated)",
+            file="decayed-bytes.svg",
+        )
+    )
+    print(draw("pico", show=_rounds, label=f"rounds ({title}, simulated)", file="decayed-rounds.svg"))
+
+
+if __name__ == "__main__":
+    main()

@@ -38,7 +38,7 @@ def test_the_example_algorithms_pass_the_conformance_suite(tmp_path: Path) -> No
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed and int(passed[1]) >= 100, done.stdout[-500:]
+    assert passed and int(passed[1]) >= 60, done.stdout[-500:]  # half of the cases of tests that have many
     assert "failed" not in done.stdout and "skipped" not in done.stdout
 
 

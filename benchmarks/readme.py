@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.arms import PARTS
-from benchmarks.evidence import recorded
-from benchmarks.tables import fewer, mean_of, rows_of
+from benchmarks import decayed
 
 README = Path(__file__).parent.parent / "README.md"
+
+
+RECORDS = "pico"
 
 
 class Row(NamedTuple):
@@ -19,29 +20,28 @@ class Row(NamedTuple):
 
     method: str
     when: str
-    part: str
     arm: str
 
 
-HEAD = "| method | take it when | loss against AdamW-DDP | fewer bytes sent |\n|---|---|---:|---:|"
+HEAD = "| method | take it when | loss against AdamW-DDP | fewer bytes sent | rounds |\n|---|---|---:|---:|---:|"
 METHODS = (
-    Row("`DataParallel`", "the link is fast: a round takes much less time than a step", "gpt", "AdamW-DDP"),
-    Row("`DeMo`, 1-bit", "the link is thin and workers can exchange at every step", "gpt", "DeMo 1-bit k=172"),
-    Row("`DiLoCo`, H=8", "rounds should be rare, messages may be as long as the model", "gpt", "DiLoCo H=8"),
-    Row("`DecoupledDiLoCo`, H=8, 1-bit", "rounds should be rare and messages short", "gpt", "decoupled DiLoCo 1-bit k=512"),
-    Row("`MTDAO`, every 32 steps", "Adam inside, rounds rare, each state at its own period", "clocks", "MT-DAO"),
+    Row("`DataParallel`", "the link is fast: a round takes much less time than a step", "AdamW-DDP"),
+    Row("`DeMo`, 1-bit", "the link is thin and workers can exchange at every step", "DeMo k=256 until 32, then 32"),
+    Row("`DiLoCo`, H=32", "rounds should be rare, messages may be as long as the model", "DiLoCo H=32"),
+    Row("`DecoupledDiLoCo`, H=32, three values", "rounds should be rare and messages short", "DiLoCo ternary H=32"),
+    Row("`MTDAO`, every 32 steps", "Adam inside, rounds rare, each state at its own period", "MT-DAO K=32"),
 )
 
 
 def methods_table() -> str:
-    """Each method beside the synchronous baseline of its own protocol, in Markdown."""
-    records, lines = recorded(), [HEAD]
+    """Each method beside AdamW-DDP, from runs whose learning rate decays to zero, in Markdown."""
+    base, lines = decayed.compared(RECORDS).baseline, [HEAD]
     for row in METHODS:
-        arm, base = (next(arm for arm in PARTS[row.part] if arm.name == name) for name in (row.arm, "AdamW-DDP"))
-        runs, baseline = rows_of(arm, records), rows_of(base, records)
-        behind = 100 * (mean_of(runs, "loss") / mean_of(baseline, "loss") - 1)
-        shown = f"{mean_of(runs, 'loss'):.3f}" if arm is base else f"{behind:+.1f}%"
-        lines.append(f"| {row.method} | {row.when} | {shown} | {show_ratio(fewer(arm, runs, None))} |")
+        arm = decayed.arm_of(RECORDS, row.arm)
+        loss = f"{arm.loss.mean:.3f}" if arm is base else decayed.difference(RECORDS, row.arm, base.name)
+        rounds = arm.sample("rounds")
+        assert rounds is not None and arm.fewer is not None
+        lines.append(f"| {row.method} | {row.when} | {loss} | {show_ratio(arm.fewer)} | {rounds.mean:.0f} |")
     return "\n".join(lines)
 
 

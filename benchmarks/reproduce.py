@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import record, tables, thin_wire
+from benchmarks import decayed, record, tables, thin_wire
 from benchmarks.arms import PARTS, Arm, Run, run_of
 from benchmarks.evidence import best_point, has_data, measure, recorded
+from thinwire.tools import compare
+from thinwire.tools.runners import SimulatedRunner
 
 # The arm of each part that says most for its time.
 ROWS = {
@@ -38,6 +42,7 @@ ROWS = {
     "headline": "decoupled DiLoCo H=8 k=128",
     "larger": "MT-DAO",
 }
+DECAYED = {"pico": "DeMo k=256 until 32, then 32"}  # of the tables of decayed runs, by the name of their records
 LAB = ("DeMo k=32", "100mbit")  # of the table of times on shaped links
 
 
@@ -59,6 +64,18 @@ def tolerance_of(arm: Arm) -> float:
     """How far a loss may be from its record: 2%, or as far as the seeds of the arm are apart where that is more."""
     losses = [row["loss"] for row in tables.rows_of(arm, recorded())]
     return max(0.02, max(losses) / min(losses) - 1)
+
+
+def repeat_decayed(name: str) -> tuple[str, bool]:
+    """The first seed of an arm of a table of decayed runs: what came of it in words, and whether it is close to its record."""
+    arm = decayed.arm_of(name, DECAYED[name])
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as unseen:
+        run = compare.Run(arm.name, arm.first.config, Path(folder))
+        now = compare.run_one(run, SimulatedRunner(step_time="0s"), Console(file=unseen))
+    off, bytes_off = now.loss / arm.first.loss - 1, now.figures["sent"] / arm.first.figures["sent"] - 1
+    allowed = max(0.02, max(arm.loss.values) / min(arm.loss.values) - 1)
+    told = f"decayed {name}, {arm.name}: {now.loss:.4f}, recorded {arm.first.loss:.4f} ({off:+.2%}, bytes {bytes_off:+.2%})"
+    return told, abs(off) <= allowed and abs(bytes_off) <= 0.001
 
 
 def repeat_in_lab() -> str:
@@ -87,7 +104,7 @@ def main(parts: tuple[str, ...] = tuple(PARTS), jobs: int = 2, lab: bool = True)
     """
     if wrong := set(parts) - set(ROWS):
         raise SystemExit(f"parts must be among {', '.join(ROWS)}, got {', '.join(sorted(wrong))}")
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes of the pool
     rows, console, started = recorded(), Console(), time.monotonic()
     runs = {part: run for part in parts if (run := chosen(part))}
     table = Table("table", "arm", title="One row of each table, run anew", title_justify="left")
@@ -100,6 +117,7 @@ def main(parts: tuple[str, ...] = tuple(PARTS), jobs: int = 2, lab: bool = True)
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         longest_first = sorted(runs, key=lambda part: -rows[runs[part].key]["seconds"])  # no core idles at the end
         futures = {pool.submit(measure, runs[part]): part for part in longest_first}
+        with_decay = {name: pool.submit(repeat_decayed, name) for name in DECAYED}
         for done, future in enumerate(as_completed(futures), 1):
             part, now = futures[future], future.result()
             then = rows[runs[part].key]
@@ -109,6 +127,10 @@ def main(parts: tuple[str, ...] = tuple(PARTS), jobs: int = 2, lab: bool = True)
             table.add_row(part, now["arm"], f"{then['loss']:.4f}", f"{now['loss']:.4f}", f"{off:+.2%}", f"{bytes_off:+.2%}")
             minutes = (time.monotonic() - started) / 60
             print(f"{done}/{len(runs)}  {minutes:.1f} min  {part}: {now['loss']:.4f}, recorded {then['loss']:.4f}", flush=True)
+        for name, future in with_decay.items():
+            told, close = future.result()
+            print(told)
+            far += [] if close else [f"decayed {name}"]
     console.print(table)
     left_out = [part for part in parts if part not in runs]
     if left_out:
@@ -120,7 +142,7 @@ def main(parts: tuple[str, ...] = tuple(PARTS), jobs: int = 2, lab: bool = True)
         raise SystemExit(
             f"further from the record than its seeds are from each other and than 2%, or other bytes: {', '.join(far)}"
         )
-    print(f"all {len(runs)} losses within 2% of their records, or within the range of the recorded seeds")
+    print(f"all {len(runs) + len(DECAYED)} losses within 2% of their records, or within the range of the recorded seeds")
 
 
 if __name__ == "__main__":

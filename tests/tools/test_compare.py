@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shlex
 import signal
 import threading
@@ -214,6 +215,15 @@ def test_runs_of_a_file_of_records_are_not_made_again_and_others_are_added_to_it
     assert "[1/" not in again, "all is recorded"
     assert (kept.read_text(), tuning.read_text()) == (lines, tuned)
     assert [r.loss for r in read_records(tmp_path / "b")] == [r.loss for r in read_records(kept)]
+
+    kept.write_text(re.sub(r'"outer_momentum": [0-9.]+, ', "", lines))  # as if they were made before there was this setting
+    assert kept.read_text() != lines
+    code, again, _ = call(capsys, *command, "--seeds", "1", "--out", str(tmp_path / "b2"))
+    assert code == 0 and "[1/" not in again
+    other = [words.replace("--H 4", "--H 4 --outer-momentum 0.3") for words in command]
+    code, again, _ = call(capsys, *other, "--seeds", "1", "--out", str(tmp_path / "b3"))
+    assert code == 0 and "[2/2] far, seed 0" in again
+    kept.write_text(lines)
 
     code, more, _ = call(capsys, *command, "--seeds", "2", "--out", str(tmp_path / "c"))
     assert code == 0

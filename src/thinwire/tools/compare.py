@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ from thinwire.tools.processes import Process, a_job
 from thinwire.tools.records import Record, append_record, read_records, record_of, run_key
 from thinwire.tools.runners import Runner, simulated_runner
 from thinwire.tools.summary import counted
-from thinwire.tools.words import words_of
+from thinwire.tools.words import changed, words_of
 from thinwire.tools.worker import end_with
 
 RECORDS = "records.jsonl"
@@ -172,8 +172,18 @@ class _Kept:
         self._records = {record.key: record for record in (read_records(path) if path.is_file() else [])}
 
     def find(self, run: Run, runner: Runner) -> Record | None:
-        """The record of a run of these very settings; None where there is none."""
-        return self._records.get(run_key(run.arm, runner.name, run.config))
+        """The record of a run of these very settings; None where there is none.
+
+        A setting that did not exist when the record was made counts as the default, which is to do as before.
+        """
+        if exact := self._records.get(run_key(run.arm, runner.name, run.config)):
+            return exact
+        given = changed(run.config)
+        for record in self._records.values():
+            known = {k: v for k, v in run.config.settings.items() if k in record.config.settings or k in given}
+            if (record.arm, record.place) == (run.arm, runner.name) and record.config == replace(run.config, settings=known):
+                return record
+        return None
 
     def add(self, record: Record) -> None:
         """Append a record, unless it is there."""

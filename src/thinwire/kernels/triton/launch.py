@@ -1,0 +1,104 @@
+"""Whether Triton kernels can be had on a device, how they are started, and the tables of addresses that they are given."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.errors import check_choice
+from thinwire.kernels.build import SETTING
+
+log = logging.getLogger("thinwire")
+
+LEAST_CAPABILITY = (8, 0)  # of a GPU: what the kernels have been compiled for, and newer
+_TABLES = 64  # tables of addresses that are kept
+_trying, _keeping = threading.Lock(), threading.Lock()
+_kept: dict[tuple[Any, ...], Tensor] = {}
+
+
+def installed() -> bool:
+    """Whether there is a Triton to import; nothing is imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels on the CPU, in its interpreter: for tests."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def possible(device: torch.device) -> bool:
+    """Whether kernels could run on tensors there, if Triton were installed and they were not switched off."""
+    if interpreted():
+        return device.type == "cpu"
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+
+
+def available(device: torch.device) -> bool:
+    """Whether kernels are used on tensors there; else torch operations do the same."""
+    return name(device) != "off"
+
+
+def name(device: torch.device) -> str:
+    """Which arithmetic kernels use there, for the handshake: a hash of what they make of given numbers, or "off"."""
+    setting = os.environ.get(SETTING, "auto")
+    check_choice(SETTING, setting, ("auto", "off"))
+    if setting == "off" or not installed() or not possible(device):
+        return "off"
+    with _trying:  # several threads may ask for the first time
+        return _tried(device)
+
+
+@functools.lru_cache(maxsize=16)
+def _tried(device: torch.device) -> str:
+    try:
+        from thinwire.kernels.triton.trial import trial
+
+        return f"triton-{hashlib.sha256(trial(device)).hexdigest()[:16]}"
+    except Exception as error:  # a compiler, a driver or a card that Triton cannot use: torch operations can
+        log.warning("the Triton kernels cannot be used, so sparse rounds use torch operations: %s", error)
+        return "off"
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int = 8, **constants: Any) -> None:
+    """Start a kernel; all of thinwire's are started here.
+
+    Args:
+        kernel: a function of `triton.jit`.
+        grid: how many programs.
+        arguments: what it is given.
+        warps: of 32 threads, for each program.
+        constants: what it is compiled for.
+    """
+    # Products and sums are rounded one by one, the same on every card and in the interpreter.
+    kernel[grid](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+
+
+def addresses(lists: Sequence[Sequence[Tensor | None]], device: torch.device) -> Tensor:
+    """Where tensors are, int64 [lists, tensors], 0 for None; copied without a wait, and only where it changes.
+
+    Gradients may be somewhere else at each step; most often they are not.
+    """
+    found = tuple(0 if t is None else t.data_ptr() for some in lists for t in some)
+    return _table((device, len(lists), found), lambda: np.array(found, np.int64).reshape(len(lists), -1), device)
+
+
+def _table(key: tuple[Any, ...], make: Callable[[], np.ndarray], device: torch.device) -> Tensor:
+    with _keeping:
+        if key not in _kept:
+            while len(_kept) >= _TABLES:
+                del _kept[next(iter(_kept))]
+            host = torch.from_numpy(make())
+            _kept[key] = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+        return _kept[key]

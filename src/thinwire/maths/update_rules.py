@@ -20,7 +20,7 @@ from torch import Tensor
 
 from thinwire.codecs.device.bits import number, table
 from thinwire.codecs.device.chunks import alike
-from thinwire.codecs.made import Made
+from thinwire.codecs.made import Made, Whitening
 from thinwire.errors import ConfigError, check_choice, check_not_negative
 from thinwire.maths.orthogonalize import orthogonalised
 from thinwire.sharding.shards import Shards
@@ -74,7 +74,8 @@ def whitening(
                 made[n] = tensor
         return made
 
-    return Made((g, v), make, make_all)
+    how = Whitening(g, v, [group["betas"][1] for group in groups], [group["eps"] for group in groups], steps, clip)
+    return Made((g, v), make, make_all, how)
 
 
 def _all_whitened(g: list[Tensor], v: list[Tensor], *, b2: float, eps: float, step: int, clip: float = 1.0) -> Sequence[Tensor]:

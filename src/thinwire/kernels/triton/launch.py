@@ -21,6 +21,13 @@ from thinwire.kernels.build import SETTING
 log = logging.getLogger("thinwire")
 
 LEAST_CAPABILITY = (8, 0)  # of a GPU: what the kernels have been compiled for, and newer
+# How kernels are compiled. The forward transform feeds a worker's own state; the inverse has to give the same bits on all workers,
+# and so is summed in one order whatever the card's matrix units do.
+SETTINGS: dict[str, Any] = {
+    "forward": "tf32x3",
+    "inverse": "ieee",
+    "warps": {"encode": 8, "read": 1, "combine": 8, "take": 1},  # of 32 threads, for each program
+}
 _TABLES = 64  # tables of addresses that are kept
 _trying, _keeping = threading.Lock(), threading.Lock()
 _kept: dict[tuple[Any, ...], Tensor] = {}
@@ -71,18 +78,17 @@ def _tried(device: torch.device) -> str:
         return "off"
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int = 8, **constants: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Start a kernel; all of thinwire's are started here.
 
     Args:
         kernel: a function of `triton.jit`.
         grid: how many programs.
         arguments: what it is given.
-        warps: of 32 threads, for each program.
         constants: what it is compiled for.
     """
     # Products and sums are rounded one by one, the same on every card and in the interpreter.
-    kernel[grid](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+    kernel[grid](*arguments, **constants, num_warps=SETTINGS["warps"][kernel.__name__], enable_fp_fusion=False)
 
 
 def addresses(lists: Sequence[Sequence[Tensor | None]], device: torch.device) -> Tensor:

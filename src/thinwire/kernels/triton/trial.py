@@ -7,11 +7,10 @@ import torch
 
 from thinwire.kernels.calls import BLOCK, cosines
 from thinwire.kernels.triton import blocks, received
-from thinwire.kernels.triton.launch import addresses, launch
+from thinwire.kernels.triton.launch import SETTINGS, addresses, launch
 
 _K, _LOW = 32, 6  # as codecs have it for 32 of 4096 entries
 _ROW = 12  # bytes of a row of Elias-Fano
-FORWARD, INVERSE = "tf32x3", "ieee"
 
 
 def trial(device: torch.device) -> bytes:
@@ -36,7 +35,7 @@ def trial(device: torch.device) -> bytes:
     launch(
         *(blocks.encode, (2,), places, shapes, lists, 1, P, P, entries, scales, raw, *where, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0),
         **{"ADD": True, "KEPT": False, "STORED": True, "WHITEN": False, "CLIP": False, "DTYPE": blocks.FLOATS[torch.float32]},
-        **{"K": _K, "KP": _K, "LOW": _LOW, "ROW": _ROW, "TILE": 16, "PRECISION": FORWARD},
+        **{"K": _K, "KP": _K, "LOW": _LOW, "ROW": _ROW, "TILE": 16, "PRECISION": SETTINGS["forward"]},
     )
     launch(
         *(received.read, (2, 1), raw, len(raw), 2, read_entries, read_scales, wrong, *where),
@@ -45,7 +44,7 @@ def trial(device: torch.device) -> bytes:
     launch(
         *(received.combine, (2,), places, shapes, addresses([[mean]], device), P, read_entries, read_scales, P, P, P, 2, 1.0, 0.0),
         **{"MESSAGES": 1, "SENDERS": True, "WEIGHTED": False, "FACTORED": False, "SQUARES": False, "STEP": False, "SIGN": False},
-        **{"DTYPE": blocks.FLOATS[torch.float32], "K": _K, "KP": _K, "PRECISION": INVERSE},
+        **{"DTYPE": blocks.FLOATS[torch.float32], "K": _K, "KP": _K, "PRECISION": SETTINGS["inverse"]},
     )
     basis, back = cosines(BLOCK), mean.cpu()
     due = basis @ x.double().numpy().reshape(2, BLOCK, BLOCK) @ basis.T

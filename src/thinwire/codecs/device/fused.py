@@ -1,0 +1,310 @@
+"""Triton kernels in place of torch operations, for messages of DCT(64) >> TopK(k) >> Sign() on a GPU.
+
+Groups of 64 x 64 blocks are encoded, read, combined and applied by one launch each, whatever the number of tensors. All else, such
+as groups of smaller blocks, goes through torch operations as before, in the same message.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.codecs.device.chunks import Chunk, alike
+from thinwire.codecs.device.positions import BY_SIZE
+from thinwire.codecs.device.values import FORMATS, Signs
+from thinwire.codecs.indices import EliasFano, IndexCode, index_code
+from thinwire.codecs.layout import Group, Shape, as_matrix
+from thinwire.codecs.made import Made
+from thinwire.codecs.message_plan import Plan, Section
+from thinwire.codecs.stages import Stages
+from thinwire.kernels import BLOCK, triton
+
+_MOST = 256  # entries of a block that the kernels keep
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+# --- What the kernels know ---------------------------------------------------------------------------------------------------
+
+
+def in_triton(stages: Stages) -> bool:
+    """Whether the kernels know the messages of these stages."""
+    k = stages.selection.count(BLOCK * BLOCK)
+    known = stages.transform.in_kernels and stages.transform.length(BLOCK) == BLOCK and type(stages.selection) in BY_SIZE
+    signs = FORMATS.get(type(stages.values)) is Signs and stages.values.group_of(k) == k
+    return known and signs and _known_code(index_code(BLOCK * BLOCK, k))
+
+
+def _known_code(code: IndexCode | None) -> bool:
+    known = isinstance(code, EliasFano) and 1 <= code.low <= 8
+    return known and code.k % 8 == 0 and code.k <= _MOST
+
+
+def arithmetic(stages: Stages, device: torch.device) -> str:
+    """For the handshake: the kernels in use, "off" where torch operations do what they know, "" where they know nothing."""
+    return triton.name(device) if in_triton(stages) and triton.possible(device) else ""
+
+
+def groups_in_triton(stages: Stages, plan: Plan, device: torch.device) -> frozenset[int]:
+    """Groups of a message that the kernels encode and decode on a device."""
+    if not in_triton(stages) or not triton.available(device):
+        return frozenset()
+    sizes = [n for n, group in enumerate(plan.layout.groups) if group.h == group.w == BLOCK]
+    return frozenset(n for n in sizes if all(_known_code(section.code) for section in plan.of_group[n]))
+
+
+@dataclass(frozen=True)
+class Code:
+    """Where everything is in the bytes of a section, and what kernels are compiled for."""
+
+    k: int
+    low: int
+    bits: int
+    row: int
+    at: tuple[int, int, int]  # low bits, scales, signs
+
+    @staticmethod
+    def of(section: Section) -> Code:
+        """That of a section of a group that the kernels know."""
+        code, n = section.code, section.blocks
+        assert isinstance(code, EliasFano)
+        row, middle = code._row.bits // 8, section.middle - section.start
+        return Code(code.k, code.low, code._row.L, row, (n * row, middle, middle + 2 * n))
+
+    @property
+    def padded(self) -> int:
+        """K rounded up to a power of two, of at least 16."""
+        return max(16, power_of_two(self.k))
+
+
+def power_of_two(n: int) -> int:
+    """The next one."""
+    return 1 << (n - 1).bit_length()
+
+
+# --- Tables ------------------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=256)
+def places_of(group: Group, first: int, last: int, some: tuple[int, ...], device: torch.device) -> Tensor:
+    """Blocks `first` to `last` of a group that belong to some tensors: number from `first`, tensor, row, column, [blocks, 4]."""
+    found = [_grid_places(grid.first, grid.X, grid.blocks, grid.index) for grid in group.grids if grid.index in some]
+    return _moved(_within(np.concatenate([np.empty((0, 4), np.int32), *found]), first, last), device)
+
+
+@functools.lru_cache(maxsize=256)
+def places_in(chunk: Chunk, first: int, last: int, device: torch.device) -> Tensor:
+    """The same of a chunk's blocks, in its matrix."""
+    table = _grid_places(0, chunk.x, chunk.blocks, 0)
+    table[:, 0] = chunk._numbers
+    return _moved(_within(table, first, last), device)
+
+
+def _grid_places(first: int, across: int, blocks: int, tensor: int) -> np.ndarray:
+    n = np.arange(blocks, dtype=np.int32)
+    return np.stack([n + first, np.full_like(n, tensor), n // across, n % across], 1)
+
+
+def _within(table: np.ndarray, first: int, last: int) -> np.ndarray:
+    table = table[(table[:, 0] >= first) & (table[:, 0] < last)]
+    table[:, 0] -= first
+    return table
+
+
+def _moved(table: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(table, np.int32)).to(device)
+
+
+@functools.lru_cache(maxsize=256)
+def shapes_on(shapes: tuple[Shape, ...], device: torch.device) -> Tensor:
+    """Rows and columns of the matrices that tensors are seen as, int64 [tensors, 2]."""
+    return torch.tensor([as_matrix(shape) for shape in shapes], dtype=torch.int64).view(-1, 2).to(device)
+
+
+class Held:
+    """Some of a list of tensors in contiguous memory; where a tensor has gaps, a copy that is written back.
+
+    Args:
+        tensors: all of them.
+        some: numbers of those that are needed.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], some: Sequence[int]):
+        """Copy those that have gaps."""
+        self.tensors: list[Tensor | None] = [None] * len(tensors)
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        for i in some:
+            whole = tensors[i].detach()
+            self.tensors[i] = whole.contiguous()
+            if self.tensors[i] is not whole and not whole.is_contiguous():
+                self._copies.append((whole, whole.contiguous()))
+                self.tensors[i] = self._copies[-1][1]
+
+    def write_back(self) -> None:
+        """After they were changed."""
+        for whole, copy in self._copies:
+            whole.copy_(copy)
+
+
+# --- Encoding ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """What messages say of the blocks of a group.
+
+    Attributes:
+        entries: int16 [(messages,) blocks, k]: see `kernels.triton.blocks`.
+        scales: float32 [(messages,) blocks].
+    """
+
+    entries: Tensor
+    scales: Tensor
+
+    @property
+    def k(self) -> int:
+        """Entries of a block."""
+        return self.entries.shape[-1]
+
+    def take_from(self, group: Group, slots: Sequence[Tensor], shapes: tuple[Shape, ...], scale: Sequence[float]) -> None:
+        """Take what this one message says off slots, times a number for each."""
+        from thinwire.kernels.triton import received as kernels
+
+        device, where = self.scales.device, triton.addresses([slots], self.scales.device)
+        for alpha, some in alike([float(scale[grid.index]) for grid in group.grids]):
+            places = places_of(group, 0, group.blocks, tuple(group.grids[n].index for n in some), device)
+            tables = (places, shapes_on(shapes, device), where)
+            how = {"K": self.k, "KP": max(16, power_of_two(self.k))}
+            triton.launch(kernels.take, (len(places),), *tables, self.entries, self.scales, alpha, **how)
+
+
+@dataclass(frozen=True, eq=False)
+class Feed:
+    """What enters the blocks of a message.
+
+    Attributes:
+        slots: in the domain of the transform; None for tensors as they are.
+        tensors: what is transformed and added to the slots; None for slots as they are.
+        decay: of each slot.
+        scale: of each tensor.
+    """
+
+    slots: Sequence[Tensor] | None
+    tensors: Sequence[Tensor] | Made | None
+    decay: Sequence[float] = ()
+    scale: Sequence[float] = ()
+
+    @property
+    def known(self) -> bool:
+        """Whether kernels can read the tensors themselves; else torch operations have to make them."""
+        if isinstance(self.tensors, Made):
+            how = self.tensors.whitening
+            return how is not None and all(v.dtype == torch.float32 for v in how.v) and _floats(how.g)
+        return self.tensors is None or _floats(self.tensors)
+
+    def launches(self, group: Group) -> Iterator[tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]]:
+        """Tensors with the same settings, the numbers that kernels are given, and what they are compiled for."""
+        whole = [grid.index for grid in group.grids]
+        if self.tensors is None:
+            yield tuple(whole), {}, {"ADD": False, "KEPT": True}
+            return
+        how = self.tensors.whitening if isinstance(self.tensors, Made) else None
+        given = self.tensors if how is None else how.g
+        settings = [
+            (given[i].dtype, self.decay[i] if self.slots is not None else 0.0, self.scale[i], how and how.settings(i))
+            for i in whole
+        ]
+        for (dtype, decay, scale, whiten), some in alike(settings):
+            numbers: dict[str, Any] = {"decay": decay, "scale": scale}
+            if whiten is not None:
+                b2, eps, step = whiten
+                numbers |= {"b2": b2, "rest": 1 - b2, "root": math.sqrt(1 - b2**step), "eps": eps}
+            kind = {"ADD": True, "KEPT": bool(decay), "WHITEN": whiten is not None, "DTYPE": dtype}
+            yield tuple(whole[n] for n in some), numbers, kind
+
+
+def _floats(tensors: Sequence[Tensor]) -> bool:
+    return all(t.dtype in _DTYPES for t in tensors)
+
+
+def encode_group(chain: Stages, plan: Plan, number: int, feed: Feed, device: torch.device) -> tuple[Sent, list[Tensor]]:
+    """What is kept of a group, and the bytes of its sections in order; slots are changed where anything is added to them."""
+    group, sections = plan.layout.groups[number], plan.of_group[number]
+    whole = [grid.index for grid in group.grids]
+    how = feed.tensors.whitening if isinstance(feed.tensors, Made) else None
+    given = Held(how.g if how is not None else feed.tensors, whole) if feed.tensors is not None else None
+    moments = Held(how.v, whole) if how is not None else None
+    count = len(plan.layout.shapes)
+    lists = [feed.slots or [None] * count, *(h.tensors if h else [None] * count for h in (given, moments))]
+    where, clip = triton.addresses(lists, device), None if how is None else how.clip_on(device)
+    made = _Encoding(chain, plan, group, device)
+    for section in sections:
+        for some, numbers, kind in feed.launches(group):
+            places = places_of(group, section.first, section.last, some, device)
+            made.launch(section, places, shapes_on(plan.layout.shapes, device), where, clip, numbers, kind, feed.slots is not None)
+    if moments is not None:
+        moments.write_back()
+    return made.sent, made.written
+
+
+def encode_chunks(
+    chain: Stages, plan: Plan, number: int, matrices: Iterator[tuple[Chunk, Tensor]], device: torch.device
+) -> tuple[Sent, list[Tensor]]:
+    """The same of tensors that torch operations have made, chunk by chunk."""
+    made = _Encoding(chain, plan, plan.layout.groups[number], device)
+    for chunk, matrix in matrices:
+        where = triton.addresses([[None], [matrix], [None]], device)
+        for section in plan.of_group[number]:
+            places = places_in(chunk, section.first, section.last, device)
+            kind = {"ADD": True, "KEPT": False, "DTYPE": matrix.dtype}
+            made.launch(section, places, shapes_on((chunk.shape,), device), where, None, {}, kind, stored=False)
+    return made.sent, made.written
+
+
+class _Encoding:
+    """Room for what is kept of a group, and for the bytes of its sections."""
+
+    def __init__(self, chain: Stages, plan: Plan, group: Group, device: torch.device):
+        self.sections = plan.of_group[plan.layout.groups.index(group)]
+        self.basis, k = basis_of(chain, device), self.sections[0].k
+        self.sent = Sent(
+            torch.empty((group.blocks, k), dtype=torch.int16, device=device), torch.empty(group.blocks, device=device)
+        )
+        self.written = [torch.empty(s.stop - s.start, dtype=torch.uint8, device=device) for s in self.sections]
+
+    def launch(
+        self,
+        section: Section,
+        places: Tensor,
+        shapes: Tensor,
+        where: Tensor,
+        clip: Tensor | None,
+        numbers: dict[str, float],
+        kind: dict[str, Any],
+        stored: bool,
+    ) -> None:
+        from thinwire.kernels.triton import blocks as kernels
+
+        if not len(places):
+            return
+        code, here = Code.of(section), slice(section.first, section.last)
+        numbers = {"decay": 0.0, "scale": 1.0, "b2": 0.0, "rest": 1.0, "root": 1.0, "eps": 1.0} | numbers
+        kind = {"WHITEN": False, "DTYPE": torch.float32, "STORED": stored and kind["ADD"]} | kind
+        kind |= {"CLIP": clip is not None and kind["WHITEN"], "DTYPE": kernels.FLOATS[kind["DTYPE"]]}
+        kind |= {"K": code.k, "KP": power_of_two(code.k), "LOW": code.low, "ROW": code.row}
+        kind |= {"TILE": min(32, power_of_two(code.row)), "PRECISION": triton.SETTINGS["forward"]}
+        tables = (places, shapes, where, where.shape[1], self.basis, self.basis if clip is None else clip)
+        out = (self.sent.entries[here], self.sent.scales[here], self.written[self.sections.index(section)])
+        triton.launch(kernels.encode, (len(places),), *tables, *out, *code.at, *map(float, numbers.values()), **kind)
+
+
+def basis_of(chain: Stages, device: torch.device) -> Tensor:
+    """The matrix of the transform."""
+    found = chain.transform.matrix(BLOCK, 0, device)
+    return torch.eye(BLOCK, device=device) if found is None else found

@@ -29,7 +29,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from benchmarks.record import append
-from thinwire.kernels.triton import SETTINGS, blocks, received
+from thinwire.kernels.triton import SETTINGS, blocks, checksum, received
 
 CARDS = (80, 90)
 WORKERS = 8
@@ -39,6 +39,11 @@ _TABLES = {"places": "*i32", "shapes": "*i64", "addresses": "*i64"}
 _AT = {"low_at": "i32", "scale_at": "i32", "sign_at": "i32"}
 _SENT = {"entries": "*i16", "scales": "*fp32"}
 _NUMBERS = {name: "fp32" for name in ("decay", "scale", "b2", "rest", "root", "eps")}
+
+
+_SEGMENTS = {"raw": "*u8", "stride": "i64", **{name: "i32" for name in ("length", "hole", "segments")}}
+_SEGMENTS |= {name: "*i32" for name in ("table", "images", "states")}
+_JOIN = {name: "*i32" for name in ("states", "images", "ahead", "out")} | {name: "i32" for name in ("segments", "tiles", "constant")}
 
 
 def kernels(k: int) -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
@@ -59,6 +64,8 @@ def kernels(k: int) -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]
     how |= {"DTYPE": tl.float32, "K": k, "KP": k, "PRECISION": SETTINGS["inverse"]}
     yield "combine: step", received.combine, combine, how | {"SQUARES": False}
     yield "combine: squares", received.combine, combine, how | {"SQUARES": True}
+    yield "crc_segments", checksum.crc_segments, _SEGMENTS, {}
+    yield "crc_join", checksum.crc_join, _JOIN, {"TILE": 128}
     yield "take", received.take, {**_TABLES, **_SENT, "scale": "fp32"}, {"K": k, "KP": k}
 
 

@@ -28,7 +28,8 @@ from thinwire.codecs.decoder import Received
 from thinwire.codecs.dense import WIRE_DTYPES, Dense
 from thinwire.codecs.device import encoder as device_encoder
 from thinwire.codecs.device.backend import on_device
-from thinwire.codecs.device.decoder import DeviceReceived
+from thinwire.codecs.device import fused
+from thinwire.codecs.device.fused_decoder import read_on_device
 from thinwire.codecs.device.values import FORMATS
 from thinwire.codecs.device.values import Floats as DeviceFloats
 from thinwire.codecs.encoder import Encoded, PerTensor
@@ -256,7 +257,9 @@ class Chain(Stages, Codec):
         return not self.selection.everything
 
     def arithmetic(self, device: torch.device) -> str:
-        """The C kernels in use, or "off" where torch and numpy transform blocks that the kernels know."""
+        """The kernels in use there, C or Triton, or "off" where torch and numpy transform blocks that the kernels know."""
+        if off_host(device):
+            return fused.arithmetic(self, device)
         length = self.transform.length(kernels.BLOCK)
         return kernels.name() if self.in_kernels(length, length, device) else ""
 
@@ -377,7 +380,7 @@ class Chain(Stages, Codec):
         """
         plan = self.plan(messages.like)
         if off_host(device := messages.payloads[0].data.device) and on_device(self, device):
-            return DeviceReceived(self, plan, messages)
+            return read_on_device(self, plan, messages)
         return Received(self, plan, messages, own)
 
 

@@ -224,9 +224,5 @@ def _apply_together(shared: Arrived, x: list[Tensor], groups: list[dict[str, Any
     if isinstance(rms, Tensor):
         unit = table(tuple(g["phi"] == "unit" for g in groups), torch.bool, rms.device)
         scale = torch.where(unit, rms.clamp_min(1e-30).reciprocal_(), number(1, rms.dtype, rms.device)).float()
-    for places, parts, Q in shared.together(x, scale=scale):
-        for (rule, lr), some in alike([(groups[i]["phi"], groups[i]["lr"]) for i in places]):
-            update = [Q[n] for n in some]
-            if rule in ("sign", "muon"):  # of what is no matrix muon takes the sign
-                torch._foreach_sign_(update)
-            torch._foreach_sub_([parts[n] for n in some], update, alpha=lr)
+    # Of what is no matrix muon takes the sign.
+    shared.step(x, [g["lr"] for g in groups], [g["phi"] in ("sign", "muon") for g in groups], scale)

@@ -99,10 +99,12 @@ def places_of(group: Group, first: int, last: int, some: tuple[int, ...], device
 
 
 @functools.lru_cache(maxsize=256)
-def places_in(chunk: Chunk, first: int, last: int, device: torch.device) -> Tensor:
-    """The same of a chunk's blocks, in its matrix."""
+def places_in(chunk: Chunk, first: int, last: int, device: torch.device, *, tensors: bool = False) -> Tensor:
+    """The same of a chunk's blocks, in its matrix: tensor 0, unless its blocks shall have the numbers of their tensors."""
     table = _grid_places(0, chunk.x, chunk.blocks, 0)
     table[:, 0] = chunk._numbers
+    if tensors:
+        table[:, 1] = chunk._owners
     return _moved(_within(table, first, last), device)
 
 
@@ -140,11 +142,11 @@ class Held:
         self.tensors: list[Tensor | None] = [None] * len(tensors)
         self._copies: list[tuple[Tensor, Tensor]] = []
         for i in some:
-            whole = tensors[i].detach()
-            self.tensors[i] = whole.contiguous()
-            if self.tensors[i] is not whole and not whole.is_contiguous():
-                self._copies.append((whole, whole.contiguous()))
-                self.tensors[i] = self._copies[-1][1]
+            held = whole = tensors[i].detach()
+            if not whole.is_contiguous():
+                held = whole.contiguous()
+                self._copies.append((whole, held))
+            self.tensors[i] = held
 
     def write_back(self) -> None:
         """After they were changed."""
@@ -174,14 +176,12 @@ class Sent:
 
     def take_from(self, group: Group, slots: Sequence[Tensor], shapes: tuple[Shape, ...], scale: Sequence[float]) -> None:
         """Take what this one message says off slots, times a number for each."""
-        from thinwire.kernels.triton import received as kernels
-
         device, where = self.scales.device, triton.addresses([slots], self.scales.device)
         for alpha, some in alike([float(scale[grid.index]) for grid in group.grids]):
             places = places_of(group, 0, group.blocks, tuple(group.grids[n].index for n in some), device)
             tables = (places, shapes_on(shapes, device), where)
             how = {"K": self.k, "KP": max(16, power_of_two(self.k))}
-            triton.launch(kernels.take, (len(places),), *tables, self.entries, self.scales, alpha, **how)
+            triton.launch("take", (len(places),), *tables, self.entries, self.scales, alpha, **how)
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,19 +289,17 @@ class _Encoding:
         kind: dict[str, Any],
         stored: bool,
     ) -> None:
-        from thinwire.kernels.triton import blocks as kernels
-
         if not len(places):
             return
         code, here = Code.of(section), slice(section.first, section.last)
         numbers = {"decay": 0.0, "scale": 1.0, "b2": 0.0, "rest": 1.0, "root": 1.0, "eps": 1.0} | numbers
         kind = {"WHITEN": False, "DTYPE": torch.float32, "STORED": stored and kind["ADD"]} | kind
-        kind |= {"CLIP": clip is not None and kind["WHITEN"], "DTYPE": kernels.FLOATS[kind["DTYPE"]]}
+        kind |= {"CLIP": clip is not None and kind["WHITEN"]}
         kind |= {"K": code.k, "KP": power_of_two(code.k), "LOW": code.low, "ROW": code.row}
         kind |= {"TILE": min(32, power_of_two(code.row)), "PRECISION": triton.SETTINGS["forward"]}
         tables = (places, shapes, where, where.shape[1], self.basis, self.basis if clip is None else clip)
         out = (self.sent.entries[here], self.sent.scales[here], self.written[self.sections.index(section)])
-        triton.launch(kernels.encode, (len(places),), *tables, *out, *code.at, *map(float, numbers.values()), **kind)
+        triton.launch("encode", (len(places),), *tables, *out, *code.at, *map(float, numbers.values()), **kind)
 
 
 def basis_of(chain: Stages, device: torch.device) -> Tensor:

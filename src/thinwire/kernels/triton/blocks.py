@@ -7,16 +7,14 @@ launch serves any number of tensors.
 What was kept of a block stands in memory as k entries of two bytes each, in ascending order of their places: the place in the
 lower 12 bits, and bit 12 set where the value is negative. All values of a block have the same size, its scale.
 
-Products and sums are rounded one by one (no fused multiply-add outside of matrix products), as torch rounds them.
+A product and a sum are rounded together (`tl.fma`) where torch's operations on lists of tensors do that, and else one by one: the
+compiler is told not to fuse any others.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-
-FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -38,7 +36,7 @@ def whitened(g, pointers, inside, clip_ptr, b2, rest, root, eps, CLIP: tl.conste
     """A gradient over the root of its second moment, which is brought up to date: `maths.update_rules.whitened`."""
     if CLIP:
         g = g * tl.load(clip_ptr)
-    v = tl.load(pointers, mask=inside, other=0.0) * b2 + rest * g * g
+    v = tl.fma(rest * g, g, tl.load(pointers, mask=inside, other=0.0) * b2)
     tl.store(pointers, v, mask=inside)
     return tl.div_rn(g, tl.div_rn(tl.sqrt_rn(v), root) + eps)
 
@@ -132,9 +130,8 @@ def encode(
             moments = tl.load(addresses + 2 * tensors + tensor).to(tl.pointer_type(tl.float32)) + at
             g = whitened(g, moments + offsets, inside, clip_ptr, b2, rest, root, eps, CLIP)
         P = tl.load(basis + r[:, None] * 64 + r[None, :])
-        m = tl.dot(tl.dot(P, g, input_precision=PRECISION), tl.trans(P), input_precision=PRECISION) * scale
-        if KEPT:
-            m = tl.load(slots) * decay + m
+        m = tl.dot(tl.dot(P, g, input_precision=PRECISION), tl.trans(P), input_precision=PRECISION)
+        m = tl.fma(m, scale, tl.load(slots) * decay) if KEPT else m * scale
         if STORED:
             tl.store(slots, m)
     else:

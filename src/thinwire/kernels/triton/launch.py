@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import importlib.util
 import logging
 import os
@@ -26,13 +27,20 @@ LEAST_CAPABILITY = (8, 0)  # of a GPU: what the kernels have been compiled for, 
 SETTINGS: dict[str, Any] = {
     "forward": "tf32x3",
     "inverse": "ieee",
-    "warps": {"encode": 8, "read": 1, "combine": 8, "take": 1},  # of 32 threads, for each program
+    # Of 32 threads, for each program.
+    "warps": {"encode": 8, "read": 1, "combine": 8, "take": 1, "crc_segments": 4, "crc_join": 8},
+}
+_MODULES = {
+    "blocks": ("encode",),
+    "received": ("read", "combine", "take"),
+    "checksum": ("crc_segments", "crc_join"),
 }
 _TABLES = 64  # tables of addresses that are kept
 _trying, _keeping = threading.Lock(), threading.Lock()
 _kept: dict[tuple[Any, ...], Tensor] = {}
 
 
+@functools.cache
 def installed() -> bool:
     """Whether there is a Triton to import; nothing is imported."""
     return importlib.util.find_spec("triton") is not None
@@ -78,17 +86,26 @@ def _tried(device: torch.device) -> str:
         return "off"
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+def launch(kernel: str, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Start a kernel; all of thinwire's are started here.
 
     Args:
-        kernel: a function of `triton.jit`.
+        kernel: its name.
         grid: how many programs.
         arguments: what it is given.
-        constants: what it is compiled for.
+        constants: what it is compiled for; dtypes are torch's.
     """
-    # Products and sums are rounded one by one, the same on every card and in the interpreter.
-    kernel[grid](*arguments, **constants, num_warps=SETTINGS["warps"][kernel.__name__], enable_fp_fusion=False)
+    import triton.language as tl
+
+    given = {name: getattr(tl, str(c).removeprefix("torch.")) if isinstance(c, torch.dtype) else c for name, c in constants.items()}
+    # What is rounded together is said by the kernels, so that it is the same on every card and in the interpreter.
+    _kernel(kernel)[grid](*arguments, **given, num_warps=SETTINGS["warps"][kernel], enable_fp_fusion=False)
+
+
+@functools.cache
+def _kernel(name: str) -> Any:
+    module = next(module for module, names in _MODULES.items() if name in names)
+    return getattr(importlib.import_module(f"thinwire.kernels.triton.{module}"), name)
 
 
 def addresses(lists: Sequence[Sequence[Tensor | None]], device: torch.device) -> Tensor:

@@ -192,7 +192,7 @@ def combine(
         if STEP:
             if SIGN:
                 made = tl.where(made > 0, 1.0, tl.where(made < 0, -1.0, 0.0))
-            made = tl.load(pointers, mask=inside, other=0.0).to(tl.float32) - lr * made
+            made = tl.fma(made, -lr, tl.load(pointers, mask=inside, other=0.0).to(tl.float32))
         store_rounded(pointers, made, inside, DTYPE)
 
 

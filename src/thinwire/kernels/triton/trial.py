@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from thinwire.kernels.calls import BLOCK, cosines
-from thinwire.kernels.triton import blocks, received
 from thinwire.kernels.triton.launch import SETTINGS, addresses, launch
 
 _K, _LOW = 32, 6  # as codecs have it for 32 of 4096 entries
@@ -33,18 +32,18 @@ def trial(device: torch.device) -> bytes:
     wrong = torch.ones(2, dtype=torch.uint8, device=device)
     lists = addresses([[slot], [given], [None]], device)
     launch(
-        *(blocks.encode, (2,), places, shapes, lists, 1, P, P, entries, scales, raw, *where, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0),
-        **{"ADD": True, "KEPT": False, "STORED": True, "WHITEN": False, "CLIP": False, "DTYPE": blocks.FLOATS[torch.float32]},
+        *("encode", (2,), places, shapes, lists, 1, P, P, entries, scales, raw, *where, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0),
+        **{"ADD": True, "KEPT": False, "STORED": True, "WHITEN": False, "CLIP": False, "DTYPE": torch.float32},
         **{"K": _K, "KP": _K, "LOW": _LOW, "ROW": _ROW, "TILE": 16, "PRECISION": SETTINGS["forward"]},
     )
     launch(
-        *(received.read, (2, 1), raw, len(raw), 2, read_entries, read_scales, wrong, *where),
+        *("read", (2, 1), raw, len(raw), 2, read_entries, read_scales, wrong, *where),
         **{"K": _K, "LOW": _LOW, "BITS": 95, "ROW": _ROW, "BP": 128},
     )
     launch(
-        *(received.combine, (2,), places, shapes, addresses([[mean]], device), P, read_entries, read_scales, P, P, P, 2, 1.0, 0.0),
+        *("combine", (2,), places, shapes, addresses([[mean]], device), P, read_entries, read_scales, P, P, P, 2, 1.0, 0.0),
         **{"MESSAGES": 1, "SENDERS": True, "WEIGHTED": False, "FACTORED": False, "SQUARES": False, "STEP": False, "SIGN": False},
-        **{"DTYPE": blocks.FLOATS[torch.float32], "K": _K, "KP": _K, "PRECISION": SETTINGS["inverse"]},
+        **{"DTYPE": torch.float32, "K": _K, "KP": _K, "PRECISION": SETTINGS["inverse"]},
     )
     basis, back = cosines(BLOCK), mean.cpu()
     due = basis @ x.double().numpy().reshape(2, BLOCK, BLOCK) @ basis.T

@@ -106,7 +106,7 @@ def main() -> None:
             if not name.startswith(arguments.only):
                 continue
             for card in arguments.cards:
-                found = compiled(kernel, signature, constants, card, SETTINGS["warps"][kernel.__name__])
+                found = compiled(kernel, signature, constants, card, SETTINGS["warps"].get(kernel.__name__, 1))
                 rows.append({"kernel": name, "k": k, "sm": card, **found})
                 keys = ("kernel", "k", "sm", "warps", "registers", "spilled B", "shared B", "barriers")
                 table.add_row(*(str(rows[-1][key]) for key in keys))

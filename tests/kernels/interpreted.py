@@ -23,10 +23,12 @@ from thinwire import DCT, DecoupledDiLoCo, DeMo, Int8, Link, Mean, Sign, SoloLin
 from thinwire.codecs import Chain, Made, Messages
 from thinwire.codecs.device import checksum
 from thinwire.codecs.device.decoder import DeviceReceived
+from thinwire.codecs.device.envelope import open_all
 from thinwire.codecs.device.fused import Sent, in_triton
 from thinwire.codecs.device.fused_decoder import FusedReceived
+from thinwire.codecs.parts import frames_of
 from thinwire.codecs.stages import Transform, torch_everywhere
-from thinwire.codecs.wire import HEADER_NBYTES
+from thinwire.codecs.wire import HEADER_NBYTES, fingerprint
 from thinwire.errors import WireError
 from thinwire.kernels import triton
 from thinwire.maths.update_rules import whitening
@@ -38,7 +40,8 @@ CPU = torch.device("cpu")
 ROUND = 7
 Shapes = list[tuple[int, ...]]
 Array = NDArray[np.float32]
-PADDED: Shapes = [(64, 70), (33,), (5, 64)]  # two blocks of 64 x 64, one of them mostly padding; one sent whole; small blocks
+# Two blocks of 64 x 64, one of them mostly padding; two tensors sent whole, of which one has two groups; small blocks
+PADDED: Shapes = [(64, 70), (16,), (264,), (5, 64)]
 DEFAULT = DCT(64) >> TopK(32) >> Sign()
 
 
@@ -357,3 +360,30 @@ def test_training_is_near_that_of_torch_operations(method: str) -> None:
         found.append(first)
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def opened_ways(count: int, chain: Chain, shapes: Shapes) -> list[bool]:
+    """Whole messages of which some are damaged, with their envelopes: by kernels and by torch operations."""
+    like, raws = like_of(shapes), list(_mutated(random.Random(2), chain, shapes, count))
+    raw = torch.stack([torch.frombuffer(bytearray(r), dtype=torch.uint8) for r in raws])
+    frames, mark = frames_of(chain, like), fingerprint(chain, like)
+    by_kernels, by_torch = [], []
+    for at in range(0, count, 4):
+        some = raw[at : at + 4]
+        how = {"fingerprint": mark, "round": ROUND}
+        fused = open_all(some, [1] * len(some), frames, **how)
+        with without_kernels():
+            plain = open_all(some, [1] * len(some), frames, **how)
+        for name in ("wrong", "invalid", "flags", "states"):
+            assert torch.equal(getattr(fused, name), getattr(plain, name)), name
+        assert same(fused.weights, plain.weights)
+        by_kernels += fused.wrong.tolist()
+        by_torch += plain.wrong.tolist()
+    assert by_kernels == by_torch
+    return by_kernels
+
+
+@pytest.mark.slow
+def test_envelopes_are_opened_as_by_torch() -> None:
+    for chain in (DEFAULT, DEFAULT.split(2)):
+        assert set(opened_ways(80, chain, [(64, 64), (64, 100), (16,)])) == {True, False}

@@ -37,11 +37,16 @@ class Whitening:
         """Decay, eps and step of one of them."""
         return self.b2[i], self.eps[i], self.steps[i]
 
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are multiplied by anything."""
+        return isinstance(self.clip, Tensor) or self.clip != 1
+
     def clip_on(self, device: torch.device) -> Tensor | None:
         """What multiplies the gradients, on a device; None for nothing."""
         if isinstance(self.clip, Tensor):
             return self.clip.to(device=device, dtype=torch.float32)
-        return None if self.clip == 1 else torch.full((), self.clip, device=device)
+        return torch.full((), self.clip, device=device) if self.clips else None
 
 
 @dataclass(frozen=True)

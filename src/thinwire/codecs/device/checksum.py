@@ -62,22 +62,24 @@ def crc32_around(raw: Tensor, stretches: Sequence[tuple[int, int, int]]) -> Tens
         int32 [messages, stretches].
     """
     if triton.available(raw.device):
-        return torch.stack([_by_kernels(raw, *stretch) for stretch in stretches], 1)
+        return sums_by_kernels(raw, stretches).T
     zeros = torch.zeros((len(raw), 4), dtype=torch.uint8, device=raw.device)
     return crc32([torch.cat([raw[:, start : at - 4], zeros, raw[:, at:stop]], 1) for start, at, stop in stretches])
 
 
-def _by_kernels(raw: Tensor, start: int, at: int, stop: int) -> Tensor:
-    """One stretch, in two launches: see `kernels.triton.checksum`."""
-    length, messages, device = stop - start, len(raw), raw.device
-    segments = -(-length // _SEGMENT)
-    states = torch.empty((messages, segments), dtype=torch.int32, device=device)
-    out, tile = torch.empty(messages, dtype=torch.int32, device=device), _TILE
-    given = (raw[:, start:], raw.stride(0), length, at - 4 - start, segments)
-    tables = (_contributions(1, device), _images(_BYTES, _SEGMENT // _BYTES, device))
-    triton.launch("crc_segments", (segments, messages), *given, *tables, states)
-    moves, ahead = _images(_SEGMENT, tile, device), _images(_SEGMENT * tile, 2, device)[0]
-    triton.launch("crc_join", (messages,), states, segments, -(-segments // tile), moves, ahead, _of_zeros(length), out, TILE=tile)
+def sums_by_kernels(raw: Tensor, stretches: Sequence[tuple[int, int, int]]) -> Tensor:
+    """The same by Triton kernels, [stretches, messages], in two launches for each stretch: see `kernels.triton.checksum`."""
+    out = torch.empty((len(stretches), len(raw)), dtype=torch.int32, device=raw.device)
+    for (start, at, stop), sums in zip(stretches, out, strict=True):
+        length, tile, device = stop - start, _TILE, raw.device
+        segments = -(-length // _SEGMENT)
+        states = torch.empty((len(raw), segments), dtype=torch.int32, device=device)
+        given = (raw[:, start:], raw.stride(0), length, at - 4 - start, segments)
+        tables = (_contributions(1, device), _images(_BYTES, _SEGMENT // _BYTES, device))
+        triton.launch("crc_segments", (segments, len(raw)), *given, *tables, states)
+        moves, ahead = _images(_SEGMENT, tile, device), _images(_SEGMENT * tile, 2, device)[0]
+        more = (states, segments, -(-segments // tile), moves, ahead, _of_zeros(length), sums)
+        triton.launch("crc_join", (len(raw),), *more, TILE=tile)
     return out
 
 

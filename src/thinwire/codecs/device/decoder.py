@@ -237,11 +237,13 @@ class DeviceReceived(Received):
     def _means_of_whole(self) -> Tensor:
         """The means of all tensors that were sent whole, one after the other."""
         if self._whole is None:
-            empty = torch.empty(0, device=self.device)
-            runs = [(section, a, b) for section in self.plan.whole for a, b in self._runs(section)]
-            read = (self._scaled(self._format.read(self._part(s), s.row, a, b)) for s, a, b in runs)
-            self._whole = torch.cat([empty, *(self._merge_of.columns(values) for values in read)])
+            self._whole = self._read_whole()
         return self._whole
+
+    def _read_whole(self) -> Tensor:
+        runs = [(section, a, b) for section in self.plan.whole for a, b in self._runs(section)]
+        read = (self._scaled(self._format.read(self._part(s), s.row, a, b)) for s, a, b in runs)
+        return torch.cat([torch.empty(0, device=self.device), *(self._merge_of.columns(values) for values in read)])
 
     def squares(self) -> Tensor:
         """The sum of squares of the mean of each tensor, float64 [tensors]: see `Received`."""
@@ -309,7 +311,7 @@ class DeviceReceived(Received):
             tensors: see `each`.
             others: see `each`.
             scale: multiplies the mean of each tensor, [tensors].
-            done: groups to leave out.
+            done: groups to leave out; -1 for tensors that were sent whole.
 
         Yields:
             Lists of the tensors' places, of pieces of them, of the means of those pieces, and of the same pieces of others.
@@ -319,7 +321,7 @@ class DeviceReceived(Received):
             yield chunk.whose, parts, chunk.inside(matrix, parts), *(pieces for pieces, _ in more)
             for tensor, as_matrix in itertools.chain(seen, *(pairs for _, pairs in more)):
                 write_back(as_matrix, tensor)
-        if whole := self.plan.layout.dense:
+        if (whole := self.plan.layout.dense) and -1 not in done:
             parts = [tensors[i].detach() for i in whole]
             means = (self._scaled_whole(scale) if scale is not None else self._means_of_whole().clone()).split(
                 self._lengths_of_whole()

@@ -19,6 +19,7 @@ from thinwire.codecs.device.checksum import crc32_around
 from thinwire.codecs.device.chunks import Chunk, alike, chunks_of, in_order
 from thinwire.codecs.device.fused import Feed, Sent, encode_chunks, encode_group, groups_in_triton
 from thinwire.codecs.device.fused_decoder import read_on_device
+from thinwire.codecs.device.fused_rows import SentRows, encode_rows, rows_in_triton
 from thinwire.codecs.device.indices import write_indices
 from thinwire.codecs.device.positions import largest, positions
 from thinwire.codecs.device.values import format_of
@@ -27,7 +28,7 @@ from thinwire.codecs.layout import Group
 from thinwire.codecs.made import Made, piece_of
 from thinwire.codecs.message_plan import Plan, plan_of, shapes_of
 from thinwire.codecs.stages import Stages
-from thinwire.payload import Payload
+from thinwire.payload import Payload, finite_flag
 
 _Coefficients = Callable[[Chunk], Tensor]  # the matrix of a chunk in the domain of the transform
 
@@ -41,9 +42,11 @@ class DeviceEncoded(Encoded):
     Attributes:
         sent: of each group, places within each block [n, k], None for all of them, and the values that receivers read [n, k];
             or both as Triton kernels have them.
+        rows: what was sent whole, as Triton kernels have it; None where it is in `dense`.
     """
 
     sent: list[tuple[Tensor | None, Tensor] | Sent]
+    rows: SentRows | None
 
     def take_from(self, slots: Sequence[Tensor], *, scale: PerTensor = 1.0) -> None:
         """See `Encoded`."""
@@ -63,6 +66,9 @@ class DeviceEncoded(Encoded):
                     blocks = blocks.new_zeros(chunk.blocks, group.L).scatter_(1, chunk.of_blocks(places), blocks)
                 taken = torch._foreach_mul(chunk.split(chunk.to_matrix(blocks)), [float(scale[i]) for i in chunk.whose])
                 torch._foreach_sub_(_of_slots(chunk, slots), taken)
+        if self.rows is not None:
+            self.rows.take_from(slots, scale)
+            return
         dense = [slots[i] for i in self._plan.layout.dense]
         taken = self.dense.split([slot.numel() for slot in dense]) if dense else ()
         views = [part.view(slot.shape) for part, slot in zip(taken, dense, strict=True)]
@@ -194,8 +200,6 @@ def encode_slots(
             _accumulate_chunk(chain, chunk, slots, tensors, decays, scales)
         return chunk.joined(_of_slots(chunk, slots))
 
-    if scales is not None:
-        _accumulate_whole(plan.layout.dense, slots, tensors, decays, scales)
     feed = Feed(slots, None if scales is None else tensors, decays, scales or ())
     return _encode(chain, slots, plan, coefficients, feed, round)
 
@@ -212,8 +216,13 @@ def _encode(
             kept.append(found)
         else:
             kept.append(_keep(chain, group, coefficients, round, device))
-    dense = [t.reshape(-1) for t in _some(tensors, plan.layout.dense)] if plan.layout.dense else []
+    rows = encode_rows(plan, feed, device) if feed.known and rows_in_triton(chain, plan, device) else None
+    if rows is None and feed.slots is not None and feed.tensors is not None:
+        _accumulate_whole(plan.layout.dense, feed.slots, feed.tensors, feed.decay, feed.scale)
+    dense = [t.reshape(-1) for t in _some(tensors, plan.layout.dense)] if plan.layout.dense and rows is None else []
     whole = torch.cat(dense).float() if dense else torch.empty(0, device=device)
+    if rows is not None:
+        packed[-1] = rows.written
     written, read = _written(chain, plan, kept, packed, whole)
     body = torch.cat(written) if written else torch.empty(0, dtype=torch.uint8, device=device)
     if headers := [part for part in plan.parts if part.header]:
@@ -225,11 +234,10 @@ def _encode(
     if chain.linear:
         assert chain.values.wire_dtype is not None
         body = body.view(chain.values.wire_dtype) if body.numel() else body.to(chain.values.wire_dtype)
-    ends = [values.isfinite().all() for values in read.values() if values.numel()]
-    ends += [found.scales.isfinite().all() for found in kept if isinstance(found, Sent)]
-    finite = torch.stack(ends).all() if ends else torch.ones((), dtype=torch.bool, device=device)
+    finite = finite_flag([*read.values(), *(s.scales for s in (*kept, rows) if isinstance(s, Sent | SentRows))])
+    finite = torch.ones((), dtype=torch.bool, device=device) if finite is None else finite
     sent = [k if isinstance(k, Sent) else (k[0], read[number].view(k[1].shape)) for number, k in enumerate(kept)]
-    return DeviceEncoded(Payload(body), finite, [], read[-1], chain, plan, round, sent)
+    return DeviceEncoded(Payload(body), finite, [], read[-1], chain, plan, round, sent, rows)
 
 
 def _keep(
@@ -278,7 +286,8 @@ def _written(
         for section in part.sections:
             values = whole
             if section.number in packed:
-                written.append(packed[section.number][plan.of_group[section.number].index(section)])
+                sections = plan.whole if section.number < 0 else plan.of_group[section.number]
+                written.append(packed[section.number][sections.index(section)])
                 continue
             if section.group is not None:
                 found = kept[section.number]
@@ -290,4 +299,10 @@ def _written(
             raw, back = values_format.write(values, section.row)
             written += raw
             read[section.number].append(back)
-    return written, {number: torch.cat([whole[:0], *parts]) for number, parts in read.items()}
+    return written, {number: _cat(parts, whole) for number, parts in read.items()}
+
+
+def _cat(parts: list[Tensor], like: Tensor) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else like[:0]

@@ -208,11 +208,21 @@ class Feed:
             return how is not None and all(v.dtype == torch.float32 for v in how.v) and _floats(how.g)
         return self.tensors is None or _floats(self.tensors)
 
-    def launches(self, group: Group) -> Iterator[tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]]:
+    def lists(self, some: Sequence[int], count: int, device: torch.device) -> Given:
+        """Where some of the slots and tensors are, and second moments where tensors are whitened."""
+        how = self.tensors.whitening if isinstance(self.tensors, Made) else None
+        given = self.tensors if how is None else how.g
+        held = [None if given is None else Held(given, some), None if how is None else Held(how.v, some)]
+        nothing: list[Tensor | None] = [None] * count
+        lists = [self.slots or nothing, *(nothing if h is None else h.tensors for h in held)]
+        return Given(triton.addresses(lists, device), None if how is None else how.clip_on(device), held)
+
+    def launches(self, whole: Sequence[int]) -> Iterator[tuple[tuple[int, ...], list[float], dict[str, Any]]]:
         """Tensors with the same settings, the numbers that kernels are given, and what they are compiled for."""
-        whole = [grid.index for grid in group.grids]
+        numbers = [0.0, 1.0, 0.0, 1.0, 1.0, 1.0]  # decay, scale, b2, 1 - b2, root, eps
+        kind = {"ADD": False, "KEPT": True, "STORED": False, "WHITEN": False, "CLIP": False, "DTYPE": torch.float32}
         if self.tensors is None:
-            yield tuple(whole), {}, {"ADD": False, "KEPT": True}
+            yield tuple(whole), numbers, kind
             return
         how = self.tensors.whitening if isinstance(self.tensors, Made) else None
         given = self.tensors if how is None else how.g
@@ -220,13 +230,38 @@ class Feed:
             (given[i].dtype, self.decay[i] if self.slots is not None else 0.0, self.scale[i], how and how.settings(i))
             for i in whole
         ]
+        kind |= {"ADD": True, "STORED": self.slots is not None, "WHITEN": how is not None}
+        kind |= {"CLIP": how is not None and how.clips}
         for (dtype, decay, scale, whiten), some in alike(settings):
-            numbers: dict[str, Any] = {"decay": decay, "scale": scale}
+            numbers[:2] = float(decay), float(scale)
             if whiten is not None:
                 b2, eps, step = whiten
-                numbers |= {"b2": b2, "rest": 1 - b2, "root": math.sqrt(1 - b2**step), "eps": eps}
-            kind = {"ADD": True, "KEPT": bool(decay), "WHITEN": whiten is not None, "DTYPE": dtype}
-            yield tuple(whole[n] for n in some), numbers, kind
+                numbers[2:] = b2, 1 - b2, math.sqrt(1 - b2**step), eps
+            yield tuple(whole[n] for n in some), list(numbers), kind | {"KEPT": bool(decay), "DTYPE": dtype}
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What kernels are told of the tensors that they read and write.
+
+    Attributes:
+        addresses: of slots, tensors and second moments.
+        clip: what multiplies the tensors first; None for nothing.
+        held: the tensors and the second moments.
+    """
+
+    addresses: Tensor
+    clip: Tensor | None
+    held: list[Held | None]
+
+    def clip_or(self, other: Tensor) -> Tensor:
+        """What multiplies the tensors, or something that is not looked at."""
+        return other if self.clip is None else self.clip
+
+    def write_back(self) -> None:
+        """After second moments were changed."""
+        if (moments := self.held[1]) is not None:
+            moments.write_back()
 
 
 def _floats(tensors: Sequence[Tensor]) -> bool:
@@ -235,21 +270,14 @@ def _floats(tensors: Sequence[Tensor]) -> bool:
 
 def encode_group(chain: Stages, plan: Plan, number: int, feed: Feed, device: torch.device) -> tuple[Sent, list[Tensor]]:
     """What is kept of a group, and the bytes of its sections in order; slots are changed where anything is added to them."""
-    group, sections = plan.layout.groups[number], plan.of_group[number]
-    whole = [grid.index for grid in group.grids]
-    how = feed.tensors.whitening if isinstance(feed.tensors, Made) else None
-    given = Held(how.g if how is not None else feed.tensors, whole) if feed.tensors is not None else None
-    moments = Held(how.v, whole) if how is not None else None
-    count = len(plan.layout.shapes)
-    lists = [feed.slots or [None] * count, *(h.tensors if h else [None] * count for h in (given, moments))]
-    where, clip = triton.addresses(lists, device), None if how is None else how.clip_on(device)
-    made = _Encoding(chain, plan, group, device)
-    for section in sections:
-        for some, numbers, kind in feed.launches(group):
+    group, made = plan.layout.groups[number], _Encoding(chain, plan, number, device)
+    whole, shapes = [grid.index for grid in group.grids], shapes_on(plan.layout.shapes, device)
+    given = feed.lists(whole, len(plan.layout.shapes), device)
+    for section in plan.of_group[number]:
+        for some, numbers, kind in feed.launches(whole):
             places = places_of(group, section.first, section.last, some, device)
-            made.launch(section, places, shapes_on(plan.layout.shapes, device), where, clip, numbers, kind, feed.slots is not None)
-    if moments is not None:
-        moments.write_back()
+            made.launch(section, places, shapes, given, numbers, kind)
+    given.write_back()
     return made.sent, made.written
 
 
@@ -257,49 +285,38 @@ def encode_chunks(
     chain: Stages, plan: Plan, number: int, matrices: Iterator[tuple[Chunk, Tensor]], device: torch.device
 ) -> tuple[Sent, list[Tensor]]:
     """The same of tensors that torch operations have made, chunk by chunk."""
-    made = _Encoding(chain, plan, plan.layout.groups[number], device)
+    made = _Encoding(chain, plan, number, device)
     for chunk, matrix in matrices:
-        where = triton.addresses([[None], [matrix], [None]], device)
+        feed = Feed(None, [matrix], scale=[1.0])
+        given, (launch,) = feed.lists([0], 1, device), feed.launches([0])
         for section in plan.of_group[number]:
             places = places_in(chunk, section.first, section.last, device)
-            kind = {"ADD": True, "KEPT": False, "DTYPE": matrix.dtype}
-            made.launch(section, places, shapes_on((chunk.shape,), device), where, None, {}, kind, stored=False)
+            made.launch(section, places, shapes_on((chunk.shape,), device), given, *launch[1:])
     return made.sent, made.written
 
 
 class _Encoding:
     """Room for what is kept of a group, and for the bytes of its sections."""
 
-    def __init__(self, chain: Stages, plan: Plan, group: Group, device: torch.device):
-        self.sections = plan.of_group[plan.layout.groups.index(group)]
+    def __init__(self, chain: Stages, plan: Plan, number: int, device: torch.device):
+        blocks, self.sections = plan.layout.groups[number].blocks, plan.of_group[number]
         self.basis, k = basis_of(chain, device), self.sections[0].k
-        self.sent = Sent(
-            torch.empty((group.blocks, k), dtype=torch.int16, device=device), torch.empty(group.blocks, device=device)
-        )
+        entries = torch.empty((blocks, k), dtype=torch.int16, device=device)
+        self.sent = Sent(entries, torch.empty(blocks, device=device))
         self.written = [torch.empty(s.stop - s.start, dtype=torch.uint8, device=device) for s in self.sections]
 
     def launch(
-        self,
-        section: Section,
-        places: Tensor,
-        shapes: Tensor,
-        where: Tensor,
-        clip: Tensor | None,
-        numbers: dict[str, float],
-        kind: dict[str, Any],
-        stored: bool,
+        self, section: Section, places: Tensor, shapes: Tensor, given: Given, numbers: list[float], kind: dict[str, Any]
     ) -> None:
         if not len(places):
             return
-        code, here = Code.of(section), slice(section.first, section.last)
-        numbers = {"decay": 0.0, "scale": 1.0, "b2": 0.0, "rest": 1.0, "root": 1.0, "eps": 1.0} | numbers
-        kind = {"WHITEN": False, "DTYPE": torch.float32, "STORED": stored and kind["ADD"]} | kind
-        kind |= {"CLIP": clip is not None and kind["WHITEN"]}
-        kind |= {"K": code.k, "KP": power_of_two(code.k), "LOW": code.low, "ROW": code.row}
-        kind |= {"TILE": min(32, power_of_two(code.row)), "PRECISION": triton.SETTINGS["forward"]}
-        tables = (places, shapes, where, where.shape[1], self.basis, self.basis if clip is None else clip)
-        out = (self.sent.entries[here], self.sent.scales[here], self.written[self.sections.index(section)])
-        triton.launch("encode", (len(places),), *tables, *out, *code.at, *map(float, numbers.values()), **kind)
+        code, here, nth = Code.of(section), slice(section.first, section.last), self.sections.index(section)
+        tile = min(32, power_of_two(code.row))
+        how = {"K": code.k, "KP": power_of_two(code.k), "LOW": code.low, "ROW": code.row, "TILE": tile}
+        tables = (places, shapes, given.addresses, given.addresses.shape[1], self.basis, given.clip_or(self.basis))
+        out = (self.sent.entries[here], self.sent.scales[here], self.written[nth], *code.at)
+        precision = triton.SETTINGS["forward"]
+        triton.launch("encode", (len(places),), *tables, *out, *numbers, **kind, **how, PRECISION=precision)
 
 
 def basis_of(chain: Stages, device: torch.device) -> Tensor:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs.base import Messages
-from thinwire.codecs.device.chunks import Chunk, alike
+from thinwire.codecs.device.bits import table
+from thinwire.codecs.device.chunks import Chunk, alike, sums_of
 from thinwire.codecs.device.decoder import DeviceReceived
 from thinwire.codecs.device.fused import Code, Held, Sent, basis_of, groups_in_triton, places_in, places_of, power_of_two, shapes_on
+from thinwire.codecs.device.fused_rows import ReceivedRows, rows_in_triton
 from thinwire.codecs.layout import Group, Shape
 from thinwire.codecs.message_plan import Plan, Section
-from thinwire.codecs.stages import Stages
+from thinwire.codecs.stages import DENSE_GROUP, Stages
 from thinwire.kernels import triton
 
 
@@ -21,7 +24,9 @@ def read_on_device(chain: Stages, plan: Plan, messages: Messages, *, raises: boo
     """The messages of a round on a device, read by kernels as far as they know them; see `DeviceReceived`."""
     plain = not messages.mean.trimmed and not messages.mean.needs_norms
     fast = groups_in_triton(chain, plan, messages.payloads[0].data.device) if plain else frozenset[int]()
-    return FusedReceived(chain, plan, messages, fast, raises=raises) if fast else DeviceReceived(chain, plan, messages, raises=raises)
+    if not fast:
+        return DeviceReceived(chain, plan, messages, raises=raises)
+    return FusedReceived(chain, plan, messages, fast, raises=raises)
 
 
 class FusedReceived(DeviceReceived):
@@ -38,6 +43,7 @@ class FusedReceived(DeviceReceived):
     def __init__(self, chain: Stages, plan: Plan, messages: Messages, fast: frozenset[int], *, raises: bool = True):
         """Check everything."""
         self._fast, self._of = fast, dict[int, Sent]()
+        self._rows: ReceivedRows | None = None
         super().__init__(chain, plan, messages, raises=raises)
 
     def _read_places(self, number: int, group: Group, wrong: list[Tensor]) -> Tensor | None:
@@ -61,11 +67,22 @@ class FusedReceived(DeviceReceived):
         return None
 
     def _sections_to_check(self) -> tuple[Section, ...]:
-        return tuple(section for section in super()._sections_to_check() if section.number not in self._fast)
+        done = self._fast if self._rows is None else {*self._fast, -1}
+        return tuple(section for section in super()._sections_to_check() if section.number not in done)
 
     def _look_at_values(self, wrong: list[Tensor]) -> tuple[Tensor, Tensor]:
+        scales = [sent.scales for sent in self._of.values()]
+        if rows_in_triton(self.chain, self.plan, self.device):
+            weights, total = self._merge_of.weights, float(self._weights.sum())
+            self._rows = rows = ReceivedRows(self.plan, self._raw, weights, total)
+            scales += rows.scales
+            wrong += [odd.any(1) for odd in rows.wrong]
         most, squares = super()._look_at_values(wrong)
-        return torch.stack([most, *(sent.scales.max() for sent in self._of.values())]).max(), squares
+        largest = [scale.max() for scale in scales]
+        return torch.stack([most, *largest] if self._sections_to_check() else largest).max(), squares
+
+    def _read_whole(self) -> Tensor:
+        return super()._read_whole() if self._rows is None else self._rows.means()
 
     def _read_values(self, number: int) -> Tensor:
         return self._raw if number in self._fast else super()._read_values(number)
@@ -102,7 +119,24 @@ class FusedReceived(DeviceReceived):
                 shapes = self.plan.layout.shapes
                 self._combine(number, places, shapes, where, factors=scale, lr=rate, sign=signs, step=True, dtype=dtype)
             held.write_back()
-        self._step_others(tensors, lr, sign, scale, done)
+        if self._rows is not None and all(tensors[i].dtype in _DTYPES for i in self.plan.layout.dense):
+            self._rows.step(tensors, lr, sign, scale)
+            done.add(-1)
+        if len(done) < len(self.plan.layout.groups) + bool(self.plan.layout.dense):
+            self._step_others(tensors, lr, sign, scale, done)
+
+    def squares(self) -> Tensor:
+        """See `DeviceReceived`; all tensors are summed up together where the kernels know all of them."""
+        layout = self.plan.layout
+        if self._rows is None or len(self._fast) < len(layout.groups):
+            return super().squares()
+        found = [self._squares_of(n, group) for n, group in enumerate(layout.groups)]
+        counts = [grid.blocks for group in layout.groups for grid in group.grids]
+        counts += [-(-math.prod(layout.shapes[i]) // DENSE_GROUP) for i in layout.dense]
+        order = [grid.index for group in layout.groups for grid in group.grids] + [*layout.dense]
+        sums = sums_of(torch.cat([*found, self._rows.squares()]), tuple(counts))
+        out = torch.zeros(len(layout.shapes), dtype=torch.float64, device=self.device)
+        return out.index_copy_(0, table(tuple(order), torch.int64, self.device), sums)
 
     def _combine(
         self,

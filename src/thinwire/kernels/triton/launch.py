@@ -28,12 +28,14 @@ SETTINGS: dict[str, Any] = {
     "forward": "tf32x3",
     "inverse": "ieee",
     # Of 32 threads, for each program.
-    "warps": {"encode": 8, "read": 1, "combine": 8, "take": 1, "crc_segments": 4, "crc_join": 8},
+    "warps": {"encode": 8, "combine": 8, "crc_segments": 4, "crc_join": 8},  # 1 for all others
 }
 _MODULES = {
     "blocks": ("encode",),
     "received": ("read", "combine", "take"),
+    "rows": ("encode_rows", "read_rows", "combine_rows", "take_rows"),
     "checksum": ("crc_segments", "crc_join"),
+    "envelope": ("open_envelopes",),
 }
 _TABLES = 64  # tables of addresses that are kept
 _trying, _keeping = threading.Lock(), threading.Lock()
@@ -99,7 +101,7 @@ def launch(kernel: str, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
     given = {name: getattr(tl, str(c).removeprefix("torch.")) if isinstance(c, torch.dtype) else c for name, c in constants.items()}
     # What is rounded together is said by the kernels, so that it is the same on every card and in the interpreter.
-    _kernel(kernel)[grid](*arguments, **given, num_warps=SETTINGS["warps"][kernel], enable_fp_fusion=False)
+    _kernel(kernel)[grid](*arguments, **given, num_warps=SETTINGS["warps"].get(kernel, 1), enable_fp_fusion=False)
 
 
 @functools.cache

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -29,25 +30,31 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from benchmarks.record import append
-from thinwire.kernels.triton import SETTINGS, blocks, checksum, received
+from thinwire.kernels.triton import SETTINGS, blocks, checksum, envelope, received, rows
 
 CARDS = (80, 90)
 WORKERS = 8
 _ROW = {32: (6, 95, 12), 128: (4, 383, 48)}  # by k: low bits, bits and bytes of a row of Elias-Fano
 
 _TABLES = {"places": "*i32", "shapes": "*i64", "addresses": "*i64"}
+_GROUPS = {"groups": "*i32", "offsets": "*i64", "addresses": "*i64"}
 _AT = {"low_at": "i32", "scale_at": "i32", "sign_at": "i32"}
 _SENT = {"entries": "*i16", "scales": "*fp32"}
 _NUMBERS = {name: "fp32" for name in ("decay", "scale", "b2", "rest", "root", "eps")}
-
-
-_SEGMENTS = {"raw": "*u8", "stride": "i64", **{name: "i32" for name in ("length", "hole", "segments")}}
+_MEAN = {"weights": "*fp32", "factors": "*fp32", "squares": "*fp64", "total": "fp32", "lr": "fp32"}
+_RAW = {"raw": "*u8", "stride": "i64"}
+_SEGMENTS = {**_RAW, **{name: "i32" for name in ("length", "hole", "segments")}}
 _SEGMENTS |= {name: "*i32" for name in ("table", "images", "states")}
 _JOIN = {name: "*i32" for name in ("states", "images", "ahead", "out")} | {name: "i32" for name in ("segments", "tiles", "constant")}
+_OPEN = {**_RAW, "senders": "*i64", "frames": "*i64", "parts": "i32", "sums": "*i32", "wrong": "*u8", "invalid": "*u8"}
+_OPEN |= {"flags": "*i64", "weights": "*fp32", "states": "*i64"}
+_OPEN |= {name: "i64" for name in ("first", "fingerprint", "round_number", "nbytes")}
+
+Described = tuple[str, Any, dict[str, str], dict[str, Any]]  # name, function, types of the arguments, constants
 
 
-def kernels(k: int) -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
-    """Name, function, types of the arguments and constants, as a round of DeMo has them."""
+def kernels_of_blocks(k: int) -> Iterator[Described]:
+    """As a round of DeMo has them."""
     low, bits, row = _ROW[k]
     common = {**_TABLES, "basis": "*fp32"}
     encode = {**common, "tensors": "i32", "clip_ptr": "*fp32", **_SENT, "section": "*u8", **_AT, **_NUMBERS}
@@ -55,18 +62,28 @@ def kernels(k: int) -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]
     how |= {"ROW": row, "TILE": min(32, triton.next_power_of_2(row)), "PRECISION": SETTINGS["forward"]}
     yield "encode", blocks.encode, encode, how | {"WHITEN": True}
     yield "encode, no whitening", blocks.encode, encode, how | {"WHITEN": False}
-    read = {"raw": "*u8", "stride": "i64", "blocks": "i32", **_SENT, "wrong": "*u8", **_AT}
     how = {"K": k, "LOW": low, "BITS": bits, "ROW": row, "BP": triton.next_power_of_2(8 * row)}
-    yield "read", received.read, read, how
-    combine = {**common, **_SENT, "weights": "*fp32", "factors": "*fp32", "squares": "*fp64"}
-    combine |= {"blocks": "i32", "total": "fp32", "lr": "fp32"}
+    yield "read", received.read, {**_RAW, "blocks": "i32", **_SENT, "wrong": "*u8", **_AT}, how
     how = {"MESSAGES": WORKERS, "SENDERS": True, "WEIGHTED": False, "FACTORED": True, "STEP": True, "SIGN": False}
     how |= {"DTYPE": tl.float32, "K": k, "KP": k, "PRECISION": SETTINGS["inverse"]}
+    combine = {**common, **_SENT, **_MEAN, "blocks": "i32"}
     yield "combine: step", received.combine, combine, how | {"SQUARES": False}
     yield "combine: squares", received.combine, combine, how | {"SQUARES": True}
+    yield "take", received.take, {**_TABLES, **_SENT, "scale": "fp32"}, {"K": k, "KP": k}
+
+
+def other_kernels() -> Iterator[Described]:
+    """Those that do not depend on k."""
+    encode = {**_GROUPS, "tensors": "i32", "clip_ptr": "*fp32", "scales": "*fp32", "section": "*u8", "sign_at": "i32", **_NUMBERS}
+    how = {"ADD": True, "KEPT": True, "STORED": True, "WHITEN": True, "CLIP": False, "DTYPE": tl.float32}
+    yield "encode_rows", rows.encode_rows, encode, how
+    yield "read_rows", rows.read_rows, {**_RAW, "many": "i32", "scales": "*fp32", "wrong": "*u8"}, {}
+    how = {"MESSAGES": WORKERS, "WEIGHTED": False, "FACTORED": True, "SQUARES": False, "STEP": True, "SIGN": False}
+    yield "combine_rows", rows.combine_rows, {**_GROUPS, **_RAW, **_MEAN, "sign_at": "i32"}, how | {"DTYPE": tl.float32}
+    yield "take_rows", rows.take_rows, {**_GROUPS, "section": "*u8", "sign_at": "i32", "scale": "fp32"}, {}
     yield "crc_segments", checksum.crc_segments, _SEGMENTS, {}
     yield "crc_join", checksum.crc_join, _JOIN, {"TILE": 128}
-    yield "take", received.take, {**_TABLES, **_SENT, "scale": "fp32"}, {"K": k, "KP": k}
+    yield "open_envelopes", envelope.open_envelopes, _OPEN, {"HEADER": 56, "PART": 32, "INVALID": 1, "KNOWN": 3}
 
 
 def compiled(kernel: Any, signature: dict[str, str], constants: dict[str, Any], card: int, warps: int) -> dict[str, Any]:
@@ -97,22 +114,24 @@ def main() -> None:
     parser.add_argument("--k", type=int, nargs="+", choices=list(_ROW), default=list(_ROW), help="entries of a block")
     parser.add_argument("--cards", type=int, nargs="+", default=list(CARDS), help="compute capabilities (default: 80 90)")
     parser.add_argument("--only", default="", help="kernels whose name begins so")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--no-record", action="store_true", help="do not add a row to the record")
     arguments = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    table = Table("kernel", "k", "sm", "warps", "registers", "spilled B", "shared B", "barriers")
-    for k in arguments.k:
-        for name, kernel, signature, constants in kernels(k):
-            if not name.startswith(arguments.only):
-                continue
-            for card in arguments.cards:
-                found = compiled(kernel, signature, constants, card, SETTINGS["warps"].get(kernel.__name__, 1))
-                rows.append({"kernel": name, "k": k, "sm": card, **found})
-                keys = ("kernel", "k", "sm", "warps", "registers", "spilled B", "shared B", "barriers")
-                table.add_row(*(str(rows[-1][key]) for key in keys))
-    Console().print(table)
+    found: list[dict[str, Any]] = []
+    keys = ("kernel", "k", "sm", "warps", "registers", "spilled B", "shared B", "barriers")
+    table = Table(*keys)
+    described = [(k, one) for k in arguments.k for one in kernels_of_blocks(k)] + [(0, one) for one in other_kernels()]
+    for k, (name, kernel, signature, constants) in described:
+        for card in arguments.cards if name.startswith(arguments.only) else ():
+            figures = compiled(kernel, signature, constants, card, SETTINGS["warps"].get(kernel.__name__, 1))
+            found.append({"kernel": name, "function": kernel.__name__, "k": k, "sm": card, **figures})
+            table.add_row(*(str(found[-1][key] or "") if key == "k" else str(found[-1][key]) for key in keys))
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        Console().print(table)
     if not arguments.no_record:
-        append("triton", {"triton": triton.__version__, "workers": WORKERS, "kernels": rows})
+        append("triton", {"triton": triton.__version__, "workers": WORKERS, "kernels": found})
 
 
 if __name__ == "__main__":

@@ -83,6 +83,7 @@ def three_ways(chain: Chain, shapes: Shapes, slots: list[Tensor]) -> bytes:
         by_numpy = chain.encode_slots(slots, like, round=ROUND)
     assert bool(by_kernels.finite) is bool(by_torch.finite) is by_numpy.finite
     assert torch.equal(by_kernels.payload.data, by_torch.payload.data)
+    assert (by_kernels.rows is None) is all(len(shape) > 1 for shape in shapes)  # type: ignore[attr-defined]
     for encoded in (by_kernels, by_torch) if by_numpy.finite else ():
         left.append([slot.clone() for slot in slots])
         encoded.take_from(left[-1], scale=[0.3 * i for i in range(len(slots))])
@@ -110,7 +111,7 @@ def test_messages_of_any_k(k: int) -> None:
 
 @pytest.mark.slow
 def test_messages_in_several_parts() -> None:
-    chain, shapes = DEFAULT.split(3), [(128, 128), (64, 100), (33,)]
+    chain, shapes = DEFAULT.split(3), [(128, 128), (64, 100), (2048,)]
     three_ways(chain, shapes, normal(chain.slot_shapes(like_of(shapes)), 1))
 
 
@@ -155,19 +156,19 @@ def fma(a: Array, b: Array | float, c: Array) -> Array:
 )
 def test_whitening_and_momentum_are_rounded_as_torch_does(clip: float | Tensor, dtype: torch.dtype) -> None:
     """Given equal coefficients to the last bit, but for the square root, which torch does not round to nearest on CPUs."""
-    shapes: Shapes = [(64, 70), (64, 64)]
-    decay, scale = [0.999, 0.0], [1.0, 0.5]
+    shapes: Shapes = [(64, 70), (64, 64), (264,), (16,)]
+    decay, scale = [0.999, 0.0, 0.5, 0.0], [1.0, 0.5, 0.3, 0.25]
     slots, (v, made) = normal(DEFAULT.slot_shapes(like_of(shapes)), 5), gradients(shapes, clip, dtype)
     due: list[Array] = []
     for i, (g, moment, slot) in enumerate(zip(made.sources[0], v, slots, strict=True)):
-        wide, rest, full = (g.float() * clip).numpy(), np.float32(1 - B2[i]), np.zeros(slot.shape, np.float32)
-        after = fma(rest * wide, wide, moment.numpy() * np.float32(B2[i]))
-        root = np.sqrt(after) / np.float32(math.sqrt(1 - B2[i] ** STEPS[i])) + np.float32(EPS[i])
-        full[: g.shape[0], : g.shape[1]] = wide / root
+        b2, eps, step = B2[i % 2], np.float32(EPS[i % 2]), STEPS[i % 2]
+        wide, full = (g.float() * clip).numpy(), np.zeros(slot.shape, np.float32)
+        after = fma(np.float32(1 - b2) * wide, wide, moment.numpy() * np.float32(b2))
+        full[tuple(map(slice, g.shape))] = wide / (np.sqrt(after) / np.float32(math.sqrt(1 - b2**step)) + eps)
         due += [fma(full, scale[i], slot.numpy() * np.float32(decay[i])), after]
     with torch_everywhere():
         encoded = DEFAULT.encode_slots(slots, like_of(shapes), round=ROUND, made=made, decay=decay, scale=scale)
-    assert isinstance(encoded.sent[0], Sent)  # type: ignore[attr-defined]
+    assert isinstance(encoded.sent[0], Sent) and encoded.rows is not None  # type: ignore[attr-defined]
     for a, b in zip([t for pair in zip(slots, v, strict=True) for t in pair], due, strict=True):
         assert np.array_equal(a.numpy(), b)
     with without_kernels():  # of what is left in the slots
@@ -228,7 +229,7 @@ def received(chain: Chain, messages: Messages) -> tuple[FusedReceived, DeviceRec
     """By kernels, and by torch operations."""
     with torch_everywhere():
         fused = chain.receive(messages)
-    assert isinstance(fused, FusedReceived)
+    assert isinstance(fused, FusedReceived) and fused._rows is not None
     return fused, DeviceReceived(chain, chain.plan(messages.like), messages)
 
 
@@ -252,7 +253,7 @@ def test_means_are_those_of_torch_and_numpy() -> None:
 def test_steps_are_those_of_torch(over: str, weights: list[float] | None, scale: Tensor | None) -> None:
     """Of float32, bfloat16 and float16, with and without signs and factors, and of tensors with gaps."""
     chain = DCT(64) >> TopK(40) >> Sign()
-    shapes: Shapes = [(64, 70), (64, 64), (64, 64), (33,), (64, 64)]
+    shapes: Shapes = [(64, 70), (64, 64), (64, 64), (264,), (64, 64)]
     both = received(chain, messages_of(chain, shapes, 3, Mean(over), weights))  # type: ignore[arg-type]
     found, lr, sign = [], [0.1, 0.2, 0.3, 0.1, 0.1], [False, True, False, True, False]
     for one in both:
@@ -386,4 +387,4 @@ def opened_ways(count: int, chain: Chain, shapes: Shapes) -> list[bool]:
 @pytest.mark.slow
 def test_envelopes_are_opened_as_by_torch() -> None:
     for chain in (DEFAULT, DEFAULT.split(2)):
-        assert set(opened_ways(80, chain, [(64, 64), (64, 100), (16,)])) == {True, False}
+        assert set(opened_ways(40, chain, [(64, 64), (64, 100), (16,)])) == {True, False}

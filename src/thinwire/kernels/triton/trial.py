@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from thinwire.kernels.calls import BLOCK, cosines
-from thinwire.kernels.triton.launch import SETTINGS, addresses, launch
+from thinwire.kernels.triton.start import SETTINGS, addresses, launch
 
 _K, _LOW = 32, 6  # as codecs have it for 32 of 4096 entries
 _ROW = 12  # bytes of a row of Elias-Fano

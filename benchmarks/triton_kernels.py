@@ -30,7 +30,8 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from benchmarks.record import append
-from thinwire.kernels.triton import SETTINGS, blocks, checksum, envelope, received, rows
+from thinwire.kernels.triton import SETTINGS, blocks, checksum, envelope, gate, received, rows
+from thinwire.kernels.triton.start import STRETCH
 
 CARDS = (80, 90)
 WORKERS = 8
@@ -83,6 +84,8 @@ def other_kernels() -> Iterator[Described]:
     yield "take_rows", rows.take_rows, {**_GROUPS, "section": "*u8", "sign_at": "i32", "scale": "fp32"}, {}
     yield "crc_segments", checksum.crc_segments, _SEGMENTS, {}
     yield "crc_join", checksum.crc_join, _JOIN, {"TILE": 128}
+    stretches = {"places": "*i32", "addresses": "*i64", "tensors": "i32", "nbytes": "*i64", "refused": "*u8"}
+    yield "restore", gate.restore, stretches, {"SIZE": STRETCH}
     yield "open_envelopes", envelope.open_envelopes, _OPEN, {"HEADER": 56, "PART": 32, "INVALID": 1, "KNOWN": 3}
 
 

@@ -29,6 +29,7 @@ from thinwire.codecs.device.fused_decoder import FusedReceived
 from thinwire.codecs.parts import frames_of
 from thinwire.codecs.stages import Transform, torch_everywhere
 from thinwire.codecs.wire import HEADER_NBYTES, fingerprint
+from thinwire.core.deferred import Selected
 from thinwire.errors import WireError
 from thinwire.kernels import triton
 from thinwire.maths.update_rules import whitening
@@ -297,6 +298,7 @@ def _refused(chain: Chain, messages: Messages) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_damaged_messages_have_the_verdict_of_the_host() -> None:
     assert set(verdicts(16, DEFAULT, [(64, 64), (64, 100)])) == {True, False}
 
@@ -307,7 +309,8 @@ def test_damaged_messages_of_any_k_have_the_verdict_of_the_host(k: int) -> None:
     assert set(verdicts(150, DCT(64) >> TopK(k) >> Sign(), [(64, 64), (64, 100), (33,)])) == {True, False}
 
 
-@pytest.mark.parametrize("length", [40, pytest.param(4096, marks=pytest.mark.slow), pytest.param(70001, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [40, 4096, 70001])
 def test_checksums_are_zlibs(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two messages, with and without what comes before; of more segments than are joined at once, too."""
     monkeypatch.setattr(checksum, "_TILE", 4)
@@ -388,3 +391,17 @@ def opened_ways(count: int, chain: Chain, shapes: Shapes) -> list[bool]:
 def test_envelopes_are_opened_as_by_torch() -> None:
     for chain in (DEFAULT, DEFAULT.split(2)):
         assert set(opened_ways(40, chain, [(64, 64), (64, 100), (16,)])) == {True, False}
+
+
+def test_a_refused_step_is_taken_back() -> None:
+    """Of any dtype, of more than one stretch, empty, and with gaps; nothing changes where it is not refused."""
+    for refused in (False, True):
+        tensors = [torch.randn(5000), torch.ones(3, 5).bfloat16(), torch.tensor(7), torch.empty(0), torch.randn(4, 6)[:, ::2]]
+        before = [t.clone() for t in tensors]
+        kept = Selected(tensors)
+        for t in tensors:
+            t.fill_(math.nan if t.is_floating_point() else 1)
+        after = [t.clone() for t in tensors]
+        kept.unless(torch.tensor(refused))
+        for t, due in zip(tensors, before if refused else after, strict=True):
+            torch.testing.assert_close(t, due, rtol=0, atol=0, equal_nan=True)

@@ -17,7 +17,7 @@ from thinwire.codecs.device import chunks as limits
 from thinwire.codecs.device.bits import table
 from thinwire.codecs.device.checksum import crc32_around
 from thinwire.codecs.device.chunks import Chunk, alike, chunks_of, in_order
-from thinwire.codecs.device.fused import Feed, Sent, encode_chunks, encode_group, groups_in_triton
+from thinwire.codecs.device.fused import Feed, Given, Sent, encode_chunks, encode_group, groups_in_triton
 from thinwire.codecs.device.fused_decoder import read_on_device
 from thinwire.codecs.device.fused_rows import SentRows, encode_rows, rows_in_triton
 from thinwire.codecs.device.indices import write_indices
@@ -209,14 +209,19 @@ def _encode(
 ) -> DeviceEncoded:
     device = (tensors.sources[0] if isinstance(tensors, Made) else tensors)[0].device
     fast, packed = groups_in_triton(chain, plan, device), dict[int, list[Tensor]]()
+    by_rows = feed.known and rows_in_triton(chain, plan, device)
+    numbers = [grid.index for n in sorted(fast) for grid in plan.layout.groups[n].grids] + [*plan.layout.dense] * by_rows
+    given = feed.lists(numbers, len(plan.layout.shapes), device) if feed.known and numbers else None
     kept: list[tuple[Tensor | None, Tensor] | Sent] = []
     for number, group in enumerate(plan.layout.groups):
         if number in fast:
-            found, packed[number] = _keep_fused(chain, plan, number, coefficients, feed, device)
+            found, packed[number] = _keep_fused(chain, plan, number, coefficients, feed, given, device)
             kept.append(found)
         else:
             kept.append(_keep(chain, group, coefficients, round, device))
-    rows = encode_rows(plan, feed, device) if feed.known and rows_in_triton(chain, plan, device) else None
+    rows = encode_rows(plan, feed, given, device) if by_rows and given is not None else None
+    if given is not None:
+        given.write_back()
     if rows is None and feed.slots is not None and feed.tensors is not None:
         _accumulate_whole(plan.layout.dense, feed.slots, feed.tensors, feed.decay, feed.scale)
     dense = [t.reshape(-1) for t in _some(tensors, plan.layout.dense)] if plan.layout.dense and rows is None else []
@@ -256,18 +261,25 @@ def _keep(
 
 
 def _keep_fused(
-    chain: Stages, plan: Plan, number: int, coefficients: _Coefficients, feed: Feed, device: torch.device
+    chain: Stages,
+    plan: Plan,
+    number: int,
+    coefficients: _Coefficients,
+    feed: Feed,
+    given: Given | None,
+    device: torch.device,
 ) -> tuple[Sent, list[Tensor]]:
     """The same of a group that the Triton kernels know, and the bytes of its sections."""
-    if feed.known:
-        return encode_group(chain, plan, number, feed, device)
+    if given is not None:
+        return encode_group(chain, plan, number, feed, given, device)
     chunks = chunks_of(plan.layout.groups[number], limits.ENTRIES)
     if feed.slots is None:
         made = ((chunk, _joined(chunk, feed.tensors or [])) for chunk in chunks)
         return encode_chunks(chain, plan, number, made, device)
     for chunk in chunks:
         coefficients(chunk)  # which adds to the slots
-    return encode_group(chain, plan, number, Feed(feed.slots, None), device)
+    added = Feed(feed.slots, None)
+    return encode_group(chain, plan, number, added, added.lists([], len(plan.layout.shapes), device), device)
 
 
 def _written(

@@ -268,16 +268,16 @@ def _floats(tensors: Sequence[Tensor]) -> bool:
     return all(t.dtype in _DTYPES for t in tensors)
 
 
-def encode_group(chain: Stages, plan: Plan, number: int, feed: Feed, device: torch.device) -> tuple[Sent, list[Tensor]]:
+def encode_group(
+    chain: Stages, plan: Plan, number: int, feed: Feed, given: Given, device: torch.device
+) -> tuple[Sent, list[Tensor]]:
     """What is kept of a group, and the bytes of its sections in order; slots are changed where anything is added to them."""
     group, made = plan.layout.groups[number], _Encoding(chain, plan, number, device)
     whole, shapes = [grid.index for grid in group.grids], shapes_on(plan.layout.shapes, device)
-    given = feed.lists(whole, len(plan.layout.shapes), device)
     for section in plan.of_group[number]:
         for some, numbers, kind in feed.launches(whole):
             places = places_of(group, section.first, section.last, some, device)
             made.launch(section, places, shapes, given, numbers, kind)
-    given.write_back()
     return made.sent, made.written
 
 

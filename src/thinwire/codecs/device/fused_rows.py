@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.device.chunks import alike
-from thinwire.codecs.device.fused import Feed, Held, in_triton
+from thinwire.codecs.device.fused import Feed, Given, Held, in_triton
 from thinwire.codecs.layout import Layout
 from thinwire.codecs.message_plan import Plan, Section
 from thinwire.codecs.stages import DENSE_GROUP, Stages
@@ -79,9 +79,9 @@ class SentRows:
                     triton.launch("take_rows", (len(groups.table),), *given)
 
 
-def encode_rows(plan: Plan, feed: Feed, device: torch.device) -> SentRows:
+def encode_rows(plan: Plan, feed: Feed, given: Given, device: torch.device) -> SentRows:
     """The bytes of tensors that are sent whole; slots are changed where anything is added to them."""
-    layout, given = plan.layout, feed.lists(plan.layout.dense, len(plan.layout.shapes), device)
+    layout = plan.layout
     written = [torch.empty(s.stop - s.start, dtype=torch.uint8, device=device) for s in plan.whole]
     many = [s.row.groups(DENSE_GROUP) for s in plan.whole]
     scales = torch.empty(sum(many), device=device)
@@ -92,7 +92,6 @@ def encode_rows(plan: Plan, feed: Feed, device: torch.device) -> SentRows:
                 tables = (groups.table, groups.offsets, given.addresses, given.addresses.shape[1], given.clip_or(scales))
                 more = (*tables, out, raw, groups.sign_at, *numbers)
                 triton.launch("encode_rows", (len(groups.table),), *more, **kind)
-    given.write_back()
     return SentRows(plan, written, scales)
 
 

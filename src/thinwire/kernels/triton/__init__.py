@@ -6,6 +6,6 @@ that is exact has the same bits either way; of the transform the last bits diffe
 handshake compares (`name(device)`).
 """
 
-from thinwire.kernels.triton.start import SETTINGS, addresses, available, launch, name, possible
+from thinwire.kernels.triton.start import SETTINGS, addresses, available, launch, name, possible, restore
 
-__all__ = ["SETTINGS", "addresses", "available", "launch", "name", "possible"]
+__all__ = ["SETTINGS", "addresses", "available", "launch", "name", "possible", "restore"]

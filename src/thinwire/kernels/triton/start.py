@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {
     "forward": "tf32x3",
     "inverse": "ieee",
     # Of 32 threads, for each program.
-    "warps": {"encode": 8, "combine": 8, "crc_segments": 4, "crc_join": 8},  # 1 for all others
+    "warps": {"encode": 8, "combine": 8, "crc_segments": 4, "crc_join": 8, "restore": 4},  # 1 for all others
 }
 _MODULES = {
     "blocks": ("encode",),
@@ -36,6 +36,7 @@ _MODULES = {
     "rows": ("encode_rows", "read_rows", "combine_rows", "take_rows"),
     "checksum": ("crc_segments", "crc_join"),
     "envelope": ("open_envelopes",),
+    "gate": ("restore",),
 }
 _TABLES = 64  # tables of addresses that are kept
 _trying, _keeping = threading.Lock(), threading.Lock()
@@ -127,3 +128,30 @@ def _table(key: tuple[Any, ...], make: Callable[[], np.ndarray], device: torch.d
             host = torch.from_numpy(make())
             _kept[key] = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
         return _kept[key]
+
+
+STRETCH = 1 << 14  # bytes of a tensor that a program gives back
+
+
+def restore(new: Sequence[Tensor], old: Sequence[Tensor], refused: Tensor) -> None:
+    """Give contiguous tensors their old values where a flag on the device (0-d, bool) says so, in one launch.
+
+    Args:
+        new: changed in place.
+        old: of the same shapes and dtypes.
+        refused: the flag.
+    """
+    sizes, device = tuple(t.numel() * t.element_size() for t in new), refused.device
+    if not any(sizes):
+        return
+    places, nbytes = _stretches(sizes, device)
+    given = (places, addresses([new, old], device), len(new), nbytes, refused.view(torch.uint8))
+    launch("restore", (len(places),), *given, SIZE=STRETCH)
+
+
+@functools.lru_cache(maxsize=64)
+def _stretches(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The table of stretches, int32 [stretches, 2], and the bytes of each tensor."""
+    counts = [-(-size // STRETCH) for size in sizes]
+    table = [np.stack([np.full(n, i, np.int32), np.arange(n, dtype=np.int32)], 1) for i, n in enumerate(counts)]
+    return torch.from_numpy(np.concatenate(table)).to(device), torch.tensor(sizes, dtype=torch.int64).to(device)

@@ -1,8 +1,8 @@
 """Triton kernels compiled ahead of time for A100 (sm_80) and H100 (sm_90): registers, spills and shared memory. No GPU is needed.
 
-    pip install "thinwire[triton]"
-    python -m benchmarks.triton_kernels                         # all kernels, some minutes; adds a row to records/triton.jsonl
-    python -m benchmarks.triton_kernels --only encode --k 32 --no-record
+pip install "thinwire[triton]"
+python -m benchmarks.triton_kernels                         # all kernels, some minutes; adds a row to records/triton.jsonl
+python -m benchmarks.triton_kernels --only encode --k 32 --no-record
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _TABLES = {"places": "*i32", "shapes": "*i64", "addresses": "*i64"}
 _GROUPS = {"groups": "*i32", "offsets": "*i64", "addresses": "*i64"}
 _AT = {"low_at": "i32", "scale_at": "i32", "sign_at": "i32"}
 _SENT = {"entries": "*i16", "scales": "*fp32"}
-_NUMBERS = {name: "fp32" for name in ("decay", "scale", "b2", "rest", "root", "eps")}
+_NUMBERS = dict.fromkeys(("decay", "scale", "b2", "rest", "root", "eps"), "fp32")
 _MEAN = {"weights": "*fp32", "factors": "*fp32", "squares": "*fp64", "total": "fp32", "lr": "fp32"}
 _RAW = {"raw": "*u8", "stride": "i64"}
-_SEGMENTS = {**_RAW, **{name: "i32" for name in ("length", "hole", "segments")}}
-_SEGMENTS |= {name: "*i32" for name in ("table", "images", "states")}
-_JOIN = {name: "*i32" for name in ("states", "images", "ahead", "out")} | {name: "i32" for name in ("segments", "tiles", "constant")}
+_SEGMENTS = {**_RAW, **dict.fromkeys(("length", "hole", "segments"), "i32")}
+_SEGMENTS |= dict.fromkeys(("table", "images", "states"), "*i32")
+_JOIN = dict.fromkeys(("states", "images", "ahead", "out"), "*i32") | dict.fromkeys(("segments", "tiles", "constant"), "i32")
 _OPEN = {**_RAW, "senders": "*i64", "frames": "*i64", "parts": "i32", "sums": "*i32", "wrong": "*u8", "invalid": "*u8"}
 _OPEN |= {"flags": "*i64", "weights": "*fp32", "states": "*i64"}
-_OPEN |= {name: "i64" for name in ("first", "fingerprint", "round_number", "nbytes")}
+_OPEN |= dict.fromkeys(("first", "fingerprint", "round_number", "nbytes"), "i64")
 
 Described = tuple[str, Any, dict[str, str], dict[str, Any]]  # name, function, types of the arguments, constants
 
@@ -75,7 +75,15 @@ def kernels_of_blocks(k: int) -> Iterator[Described]:
 
 def other_kernels() -> Iterator[Described]:
     """Those that do not depend on k."""
-    encode = {**_GROUPS, "tensors": "i32", "clip_ptr": "*fp32", "scales": "*fp32", "section": "*u8", "sign_at": "i32", **_NUMBERS}
+    encode = {
+        **_GROUPS,
+        "tensors": "i32",
+        "clip_ptr": "*fp32",
+        "scales": "*fp32",
+        "section": "*u8",
+        "sign_at": "i32",
+        **_NUMBERS,
+    }
     how = {"ADD": True, "KEPT": True, "STORED": True, "WHITEN": True, "CLIP": False, "DTYPE": tl.float32}
     yield "encode_rows", rows.encode_rows, encode, how
     yield "read_rows", rows.read_rows, {**_RAW, "many": "i32", "scales": "*fp32", "wrong": "*u8"}, {}
@@ -101,7 +109,14 @@ def compiled(kernel: Any, signature: dict[str, str], constants: dict[str, Any], 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.ptx")
         path.write_text(code)
-        command = [get_ptxas(card).path, "-v", f"--gpu-name=sm_{card}{'a' if card == 90 else ''}", path, "-o", Path(folder, "out")]
+        command = [
+            get_ptxas(card).path,
+            "-v",
+            f"--gpu-name=sm_{card}{'a' if card == 90 else ''}",
+            path,
+            "-o",
+            Path(folder, "out"),
+        ]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     found = {"registers": _number(r"Used (\d+) registers", told), "spilled B": _number(r"(\d+) bytes spill stores", told)}
     return found | {"shared B": made.metadata.shared, "barriers": code.count("bar.sync"), "warps": warps}

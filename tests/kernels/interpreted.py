@@ -187,7 +187,9 @@ def test_transformed_coefficients_are_near_those_of_torch(clip: float | Tensor) 
         found.append([*slots, *v])
         if fused:
             with without_kernels():
-                assert DEFAULT.encode_slots(slots, like_of(shapes), round=ROUND).payload.to_bytes() == encoded.payload.to_bytes()
+                assert (
+                    DEFAULT.encode_slots(slots, like_of(shapes), round=ROUND).payload.to_bytes() == encoded.payload.to_bytes()
+                )
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 

@@ -148,7 +148,8 @@ def launches(monkeypatch: pytest.MonkeyPatch, shapes: list[tuple[int, ...]], **s
     """Operations and kernels of a round on the meta device, where kernels are counted and not started."""
     kinds: Counter[str] = Counter()
     monkeypatch.setattr(triton, "available", lambda _: True)
-    monkeypatch.setattr(triton, "launch", lambda kernel, grid, *_, **__: kinds.update([kernel]))
+    for module in (triton, starting):
+        monkeypatch.setattr(module, "launch", lambda kernel, grid, *_, **__: kinds.update([kernel]))
     monkeypatch.setattr(deferred, "Later", lambda numbers: type("Nothing", (), {"read": lambda _: [0.0] * numbers.numel()})())
     params = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
     opt = DeMo(params, Meta(), alarm_every=0, **settings)

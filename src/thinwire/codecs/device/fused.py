@@ -1,7 +1,7 @@
 """Triton kernels in place of torch operations, for messages of DCT(64) >> TopK(k) >> Sign() on a GPU.
 
-Groups of 64 x 64 blocks are encoded, read, combined and applied by one launch each, whatever the number of tensors. All else, such
-as groups of smaller blocks, goes through torch operations as before, in the same message.
+Groups of 64 x 64 blocks are encoded, read, combined and applied by one launch each, whatever the number of tensors. All else,
+such as groups of smaller blocks, goes through torch operations as before, in the same message.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.codecs.device.chunks import Chunk, alike
 from thinwire.codecs.device.positions import BY_SIZE
 from thinwire.codecs.device.values import FORMATS, Signs
@@ -23,7 +24,7 @@ from thinwire.codecs.indices import EliasFano, IndexCode, index_code
 from thinwire.codecs.layout import Group, Shape, as_matrix
 from thinwire.codecs.made import Made
 from thinwire.codecs.message_plan import Plan, Section
-from thinwire.codecs.stages import Stages
+from thinwire.codecs.stages import Stages, off_host
 from thinwire.kernels import BLOCK, triton
 
 _MOST = 256  # entries of a block that the kernels keep
@@ -47,7 +48,10 @@ def _known_code(code: IndexCode | None) -> bool:
 
 
 def arithmetic(stages: Stages, device: torch.device) -> str:
-    """For the handshake: the kernels in use, "off" where torch operations do what they know, "" where they know nothing."""
+    """For the handshake: the kernels in use, "off" where torch and numpy do what they know, "" where they know nothing."""
+    if not off_host(device):
+        length = stages.transform.length(BLOCK)
+        return kernels.name() if stages.in_kernels(length, length, device) else ""
     return triton.name(device) if in_triton(stages) and triton.possible(device) else ""
 
 
@@ -93,7 +97,7 @@ def power_of_two(n: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def places_of(group: Group, first: int, last: int, some: tuple[int, ...], device: torch.device) -> Tensor:
-    """Blocks `first` to `last` of a group that belong to some tensors: number from `first`, tensor, row, column, [blocks, 4]."""
+    """Blocks `first` to `last` of a group that belong to some tensors, [blocks, 4]: number from `first`, tensor, row, column."""
     found = [_grid_places(grid.first, grid.X, grid.blocks, grid.index) for grid in group.grids if grid.index in some]
     return _moved(_within(np.concatenate([np.empty((0, 4), np.int32), *found]), first, last), device)
 

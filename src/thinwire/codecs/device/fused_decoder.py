@@ -12,7 +12,17 @@ from thinwire.codecs.base import Messages
 from thinwire.codecs.device.bits import table
 from thinwire.codecs.device.chunks import Chunk, alike, sums_of
 from thinwire.codecs.device.decoder import DeviceReceived
-from thinwire.codecs.device.fused import Code, Held, Sent, basis_of, groups_in_triton, places_in, places_of, power_of_two, shapes_on
+from thinwire.codecs.device.fused import (
+    Code,
+    Held,
+    Sent,
+    basis_of,
+    groups_in_triton,
+    places_in,
+    places_of,
+    power_of_two,
+    shapes_on,
+)
 from thinwire.codecs.device.fused_rows import ReceivedRows, rows_in_triton
 from thinwire.codecs.layout import Group, Shape
 from thinwire.codecs.message_plan import Plan, Section

@@ -1,14 +1,14 @@
 """Triton kernels for blocks of 64 x 64 entries, one program for each.
 
-Which blocks: a table `places`, int32 [blocks, 4], with the number of a block, the tensor it belongs to, and its row and column among
-the blocks of that tensor. Where tensors are: a table of addresses, int64, and one of their rows and columns, so that one
-launch serves any number of tensors.
+Which blocks: a table `places`, int32 [blocks, 4], with the number of a block, the tensor it belongs to, and its row and column
+among the blocks of that tensor. Where tensors are: a table of addresses, int64, and one of their rows and columns, so that
+one launch serves any number of tensors.
 
 What was kept of a block stands in memory as k entries of two bytes each, in ascending order of their places: the place in the
 lower 12 bits, and bit 12 set where the value is negative. All values of a block have the same size, its scale.
 
-A product and a sum are rounded together (`tl.fma`) where torch's operations on lists of tensors do that, and else one by one: the
-compiler is told not to fuse any others.
+A product and a sum are rounded together (`tl.fma`) where torch's operations on lists of tensors do that, and else one by one:
+the compiler is told not to fuse any others.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from thinwire.kernels.triton.blocks import bf16_bits, bf16_value
 @triton.jit
 def store_rounded(pointers, x, mask, DTYPE: tl.constexpr):
     """Store float32 as another dtype."""
-    if DTYPE == tl.bfloat16:
+    if tl.bfloat16 == DTYPE:
         tl.store(pointers.to(tl.pointer_type(tl.int16)), bf16_bits(x).to(tl.int16), mask=mask)
     else:
         tl.store(pointers, x.to(DTYPE), mask=mask)
@@ -181,7 +181,7 @@ def combine(
         if FACTORED:
             mean = mean * tl.load(factors + tensor)
         P = tl.load(basis + r[:, None] * 64 + r[None, :])
-        made = tl.dot(tl.trans(P), tl.dot(mean, P, input_precision=PRECISION), input_precision=PRECISION)
+        made = tl.dot(tl.dot(tl.trans(P), mean, input_precision=PRECISION), P, input_precision=PRECISION)
         y = tl.load(places + 4 * pid + 2).to(tl.int64) * 64
         x = tl.load(places + 4 * pid + 3).to(tl.int64) * 64
         rows = tl.load(shapes + 2 * tensor)

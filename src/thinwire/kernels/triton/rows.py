@@ -1,7 +1,8 @@
 """Triton kernels for tensors that are sent whole: one program for each group of up to 256 values with a common scale.
 
-Which values: a table `groups`, int32 [groups, 4], with the number of a group in its section, the tensor it belongs to, its first
-value there and how many it has, a multiple of eight; and `offsets`, int64 [groups], its first value among all of the section.
+Which values: a table `groups`, int32 [groups, 4], with the number of a group in its section, the tensor it belongs to, its
+first value there and how many it has, a multiple of eight; and `offsets`, int64 [groups], its first value among all of the
+section.
 """
 
 from __future__ import annotations

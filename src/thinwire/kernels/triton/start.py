@@ -22,13 +22,13 @@ from thinwire.kernels.build import SETTING
 log = logging.getLogger("thinwire")
 
 LEAST_CAPABILITY = (8, 0)  # of a GPU: what the kernels have been compiled for, and newer
-# How kernels are compiled. The forward transform feeds a worker's own state; the inverse has to give the same bits on all workers,
-# and so is summed in one order whatever the card's matrix units do.
+# How kernels are compiled. Matrix products are sums of float32 in one order, whatever the matrix units of a card would do: the
+# inverse has to give the same bits on all workers.
 SETTINGS: dict[str, Any] = {
-    "forward": "tf32x3",
+    "forward": "ieee",
     "inverse": "ieee",
     # Of 32 threads, for each program.
-    "warps": {"encode": 8, "combine": 8, "crc_segments": 4, "crc_join": 8, "restore": 4},  # 1 for all others
+    "warps": {"encode": 16, "combine": 8, "crc_segments": 4, "crc_join": 8, "restore": 4},  # 1 for all others
 }
 _MODULES = {
     "blocks": ("encode",),
@@ -100,8 +100,9 @@ def launch(kernel: str, grid: tuple[int, ...], *arguments: Any, **constants: Any
     """
     import triton.language as tl
 
-    given = {name: getattr(tl, str(c).removeprefix("torch.")) if isinstance(c, torch.dtype) else c for name, c in constants.items()}
+    dtypes = {n: getattr(tl, str(c).removeprefix("torch.")) for n, c in constants.items() if isinstance(c, torch.dtype)}
     # What is rounded together is said by the kernels, so that it is the same on every card and in the interpreter.
+    given = constants | dtypes
     _kernel(kernel)[grid](*arguments, **given, num_warps=SETTINGS["warps"].get(kernel, 1), enable_fp_fusion=False)
 
 

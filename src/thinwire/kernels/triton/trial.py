@@ -42,8 +42,8 @@ def trial(device: torch.device) -> bytes:
     )
     launch(
         *("combine", (2,), places, shapes, addresses([[mean]], device), P, read_entries, read_scales, P, P, P, 2, 1.0, 0.0),
-        **{"MESSAGES": 1, "SENDERS": True, "WEIGHTED": False, "FACTORED": False, "SQUARES": False, "STEP": False, "SIGN": False},
-        **{"DTYPE": torch.float32, "K": _K, "KP": _K, "PRECISION": SETTINGS["inverse"]},
+        **{"MESSAGES": 1, "SENDERS": True, "WEIGHTED": False, "FACTORED": False, "SQUARES": False, "STEP": False},
+        **{"SIGN": False, "DTYPE": torch.float32, "K": _K, "KP": _K, "PRECISION": SETTINGS["inverse"]},
     )
     basis, back = cosines(BLOCK), mean.cpu()
     due = basis @ x.double().numpy().reshape(2, BLOCK, BLOCK) @ basis.T

@@ -1,8 +1,10 @@
-"""Triton kernels compiled ahead of time for A100 (sm_80) and H100 (sm_90): registers, spills and shared memory. No GPU is needed.
+"""Triton kernels compiled ahead of time for A100 (sm_80) and H100 (sm_90): registers, spills, shared memory.
 
-pip install "thinwire[triton]"
-python -m benchmarks.triton_kernels                         # all kernels, some minutes; adds a row to records/triton.jsonl
-python -m benchmarks.triton_kernels --only encode --k 32 --no-record
+    pip install "thinwire[triton]"
+    python -m benchmarks.triton_kernels                         # all kernels, some minutes; adds a row to records/triton.jsonl
+    python -m benchmarks.triton_kernels --only encode --k 32 --no-record
+
+No GPU is needed; nothing is measured on one.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from triton.compiler import ASTSource
 
 from benchmarks.record import append
 from thinwire.kernels.triton import SETTINGS, blocks, checksum, envelope, gate, received, rows
-from thinwire.kernels.triton.start import STRETCH
+from thinwire.kernels.triton.start import STEP, STRETCH
 
 CARDS = (80, 90)
 WORKERS = 8
@@ -93,7 +95,7 @@ def other_kernels() -> Iterator[Described]:
     yield "crc_segments", checksum.crc_segments, _SEGMENTS, {}
     yield "crc_join", checksum.crc_join, _JOIN, {"TILE": 128}
     stretches = {"places": "*i32", "addresses": "*i64", "tensors": "i32", "nbytes": "*i64", "refused": "*u8"}
-    yield "restore", gate.restore, stretches, {"SIZE": STRETCH}
+    yield "restore", gate.restore, stretches, {"SIZE": STRETCH, "STEP": STEP}
     yield "open_envelopes", envelope.open_envelopes, _OPEN, {"HEADER": 56, "PART": 32, "INVALID": 1, "KNOWN": 3}
 
 

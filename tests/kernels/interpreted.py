@@ -35,8 +35,6 @@ from thinwire.kernels import triton
 from thinwire.maths.update_rules import whitening
 from thinwire.payload import Payload
 
-assert os.environ["TRITON_INTERPRET"] == "1" and os.environ[kernels.SETTING] == "auto", "see test_triton.py"
-
 CPU = torch.device("cpu")
 ROUND = 7
 Shapes = list[tuple[int, ...]]
@@ -44,6 +42,11 @@ Array = NDArray[np.float32]
 # Two blocks of 64 x 64, one of them mostly padding; two tensors sent whole, of which one has two groups; small blocks
 PADDED: Shapes = [(64, 70), (16,), (264,), (5, 64)]
 DEFAULT = DCT(64) >> TopK(32) >> Sign()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _interpreter() -> None:
+    assert os.environ["TRITON_INTERPRET"] == "1" and os.environ[kernels.SETTING] == "auto", "see test_triton.py"
 
 
 @pytest.fixture
@@ -398,7 +401,7 @@ def test_envelopes_are_opened_as_by_torch() -> None:
 def test_a_refused_step_is_taken_back() -> None:
     """Of any dtype, of more than one stretch, empty, and with gaps; nothing changes where it is not refused."""
     for refused in (False, True):
-        tensors = [torch.randn(5000), torch.ones(3, 5).bfloat16(), torch.tensor(7), torch.empty(0), torch.randn(4, 6)[:, ::2]]
+        tensors = [torch.randn(20000), torch.ones(3, 5).bfloat16(), torch.tensor(7), torch.empty(0), torch.randn(4, 6)[:, ::2]]
         before = [t.clone() for t in tensors]
         kept = Selected(tensors)
         for t in tensors:

@@ -64,7 +64,7 @@ def test_all_kernels_compile_for_real_cards_and_fit() -> None:
     assert {row["sm"] for row in rows} == {80, 90} and {row["k"] for row in rows} >= {32, 128}
     assert {row["function"] for row in rows} == {name for names in starting._MODULES.values() for name in names}
     for row in rows:
-        assert row["shared B"] <= 48 << 10 and row["spilled B"] <= 2500, row
+        assert row["shared B"] <= 48 << 10 and row["spilled B"] <= 100, row
 
 
 # --- Which kernels are used ---------------------------------------------------------------------------------------------------

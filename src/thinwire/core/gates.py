@@ -117,8 +117,7 @@ _HASH = 8  # bytes of a hash of tensors
 STARTING, FROZEN = "starting value of ", "frozen parameters"  # names of hashes in a fingerprint
 KERNELS, TRITON = "C kernels", "Triton kernels"
 _HINTS = {
-    TRITON: f": install thinwire[triton] on all workers, or set {SETTING}=off on all of them, as cards of different kinds may "
-    "need; see docs/gpu.md",
+    TRITON: f": install thinwire[triton] on all workers, or set {SETTING}=off on all of them; see docs/gpu.md",
     KERNELS: f": install a C compiler (cc) on all workers, or set {SETTING}=off on all of them; see docs/performance.md",
     STARTING: ": seed all workers alike before the model is built, or call thinwire.broadcast(link, model)",
     FROZEN: ": load the same base model on all workers, or call thinwire.broadcast(link, model)",

@@ -208,8 +208,9 @@ def _encode(
     chain: Stages, tensors: Sequence[Tensor] | Made, plan: Plan, coefficients: _Coefficients, feed: Feed, round: int
 ) -> DeviceEncoded:
     device = (tensors.sources[0] if isinstance(tensors, Made) else tensors)[0].device
-    fast, packed = groups_in_triton(chain, plan, device), dict[int, list[Tensor]]()
-    by_rows = feed.known and rows_in_triton(chain, plan, device)
+    whole = feed.slots is None or all(slot.is_contiguous() for slot in feed.slots)
+    fast, packed = groups_in_triton(chain, plan, device) if whole else frozenset[int](), dict[int, list[Tensor]]()
+    by_rows = whole and feed.known and rows_in_triton(chain, plan, device)
     numbers = [grid.index for n in sorted(fast) for grid in plan.layout.groups[n].grids] + [*plan.layout.dense] * by_rows
     given = feed.lists(numbers, len(plan.layout.shapes), device) if feed.known and numbers else None
     kept: list[tuple[Tensor | None, Tensor] | Sent] = []

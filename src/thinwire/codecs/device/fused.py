@@ -22,7 +22,7 @@ from thinwire.codecs.device.positions import BY_SIZE
 from thinwire.codecs.device.values import FORMATS, Signs
 from thinwire.codecs.indices import EliasFano, IndexCode, index_code
 from thinwire.codecs.layout import Group, Shape, as_matrix
-from thinwire.codecs.made import Made
+from thinwire.codecs.made import Made, Whitening
 from thinwire.codecs.message_plan import Plan, Section
 from thinwire.codecs.stages import Stages, off_host
 from thinwire.kernels import BLOCK, triton
@@ -43,8 +43,7 @@ def in_triton(stages: Stages) -> bool:
 
 
 def _known_code(code: IndexCode | None) -> bool:
-    known = isinstance(code, EliasFano) and 1 <= code.low <= 8
-    return known and code.k % 8 == 0 and code.k <= _MOST
+    return isinstance(code, EliasFano) and 1 <= code.low <= 8 and code.k % 8 == 0 and code.k <= _MOST
 
 
 def arithmetic(stages: Stages, device: torch.device) -> str:
@@ -97,7 +96,7 @@ def power_of_two(n: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def places_of(group: Group, first: int, last: int, some: tuple[int, ...], device: torch.device) -> Tensor:
-    """Blocks `first` to `last` of a group that belong to some tensors, [blocks, 4]: number from `first`, tensor, row, column."""
+    """Blocks `first` to `last` of a group that belong to some tensors, [blocks, 4]: number, tensor, row, column."""
     found = [_grid_places(grid.first, grid.X, grid.blocks, grid.index) for grid in group.grids if grid.index in some]
     return _moved(_within(np.concatenate([np.empty((0, 4), np.int32), *found]), first, last), device)
 
@@ -180,12 +179,14 @@ class Sent:
 
     def take_from(self, group: Group, slots: Sequence[Tensor], shapes: tuple[Shape, ...], scale: Sequence[float]) -> None:
         """Take what this one message says off slots, times a number for each."""
-        device, where = self.scales.device, triton.addresses([slots], self.scales.device)
+        device, held = self.scales.device, Held(slots, [grid.index for grid in group.grids])
+        where = triton.addresses([held.tensors], device)
         for alpha, some in alike([float(scale[grid.index]) for grid in group.grids]):
             places = places_of(group, 0, group.blocks, tuple(group.grids[n].index for n in some), device)
             tables = (places, shapes_on(shapes, device), where)
             how = {"K": self.k, "KP": max(16, power_of_two(self.k))}
             triton.launch("take", (len(places),), *tables, self.entries, self.scales, alpha, **how)
+        held.write_back()
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,10 +213,16 @@ class Feed:
             return how is not None and all(v.dtype == torch.float32 for v in how.v) and _floats(how.g)
         return self.tensors is None or _floats(self.tensors)
 
+    def _sources(self) -> tuple[Whitening | None, Sequence[Tensor] | None]:
+        """How tensors are whitened, where they are, and what is read; None for slots as they are."""
+        if isinstance(self.tensors, Made):
+            assert self.tensors.whitening is not None
+            return self.tensors.whitening, self.tensors.whitening.g
+        return None, self.tensors
+
     def lists(self, some: Sequence[int], count: int, device: torch.device) -> Given:
         """Where some of the slots and tensors are, and second moments where tensors are whitened."""
-        how = self.tensors.whitening if isinstance(self.tensors, Made) else None
-        given = self.tensors if how is None else how.g
+        how, given = self._sources()
         held = [None if given is None else Held(given, some), None if how is None else Held(how.v, some)]
         nothing: list[Tensor | None] = [None] * count
         lists = [self.slots or nothing, *(nothing if h is None else h.tensors for h in held)]
@@ -225,11 +232,10 @@ class Feed:
         """Tensors with the same settings, the numbers that kernels are given, and what they are compiled for."""
         numbers = [0.0, 1.0, 0.0, 1.0, 1.0, 1.0]  # decay, scale, b2, 1 - b2, root, eps
         kind = {"ADD": False, "KEPT": True, "STORED": False, "WHITEN": False, "CLIP": False, "DTYPE": torch.float32}
-        if self.tensors is None:
+        how, given = self._sources()
+        if given is None:
             yield tuple(whole), numbers, kind
             return
-        how = self.tensors.whitening if isinstance(self.tensors, Made) else None
-        given = self.tensors if how is None else how.g
         settings = [
             (given[i].dtype, self.decay[i] if self.slots is not None else 0.0, self.scale[i], how and how.settings(i))
             for i in whole

@@ -70,13 +70,15 @@ class SentRows:
     def take_from(self, slots: Sequence[Tensor], scale: Sequence[float]) -> None:
         """Take what this one message says off slots, times a number for each."""
         layout, device = self.plan.layout, self.scales.device
-        where = triton.addresses([slots], device)
+        held = Held(slots, layout.dense)
+        where = triton.addresses([held.tensors], device)
         for alpha, some in alike([float(scale[i]) for i in layout.dense]):
             for section, raw in zip(self.plan.whole, self.written, strict=True):
                 groups = groups_of(layout, section, tuple(layout.dense[n] for n in some), device)
                 if len(groups.table):
                     given = (groups.table, groups.offsets, where, raw, groups.sign_at, alpha)
                     triton.launch("take_rows", (len(groups.table),), *given)
+        held.write_back()
 
 
 def encode_rows(plan: Plan, feed: Feed, given: Given, device: torch.device) -> SentRows:

@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def restore(places, addresses, tensors, nbytes, refused, SIZE: tl.constexpr):
+def restore(places, addresses, tensors, nbytes, refused, SIZE: tl.constexpr, STEP: tl.constexpr):
     """Copy a stretch of an old tensor over the new one, where a flag says so.
 
     Args:
@@ -17,12 +17,15 @@ def restore(places, addresses, tensors, nbytes, refused, SIZE: tl.constexpr):
         nbytes: int64 [tensors], of each.
         refused: the flag, one byte.
         SIZE: bytes of a stretch.
+        STEP: bytes that are copied at once.
     """
     if tl.load(refused) != 0:
         pid = tl.program_id(0)
         tensor = tl.load(places + 2 * pid)
-        at = tl.load(places + 2 * pid + 1).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-        inside = at < tl.load(nbytes + tensor)
+        first = tl.load(places + 2 * pid + 1).to(tl.int64) * SIZE
+        end = tl.load(nbytes + tensor)
         old = tl.load(addresses + tensors + tensor).to(tl.pointer_type(tl.uint8))
         new = tl.load(addresses + tensor).to(tl.pointer_type(tl.uint8))
-        tl.store(new + at, tl.load(old + at, mask=inside), mask=inside)
+        for step in range(0, SIZE, STEP):
+            at = first + step + tl.arange(0, STEP)
+            tl.store(new + at, tl.load(old + at, mask=at < end), mask=at < end)

@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {
     "forward": "ieee",
     "inverse": "ieee",
     # Of 32 threads, for each program.
-    "warps": {"encode": 16, "combine": 8, "crc_segments": 4, "crc_join": 8, "restore": 4},  # 1 for all others
+    "warps": {"encode": 16, "combine": 16, "crc_segments": 4, "crc_join": 8, "restore": 4},  # 1 for all others
 }
 _MODULES = {
     "blocks": ("encode",),
@@ -98,8 +98,7 @@ def launch(kernel: str, grid: tuple[int, ...], *arguments: Any, **constants: Any
         arguments: what it is given.
         constants: what it is compiled for; dtypes are torch's.
     """
-    import triton.language as tl
-
+    tl = importlib.import_module("triton.language")
     dtypes = {n: getattr(tl, str(c).removeprefix("torch.")) for n, c in constants.items() if isinstance(c, torch.dtype)}
     # What is rounded together is said by the kernels, so that it is the same on every card and in the interpreter.
     given = constants | dtypes
@@ -131,7 +130,7 @@ def _table(key: tuple[Any, ...], make: Callable[[], np.ndarray], device: torch.d
         return _kept[key]
 
 
-STRETCH = 1 << 14  # bytes of a tensor that a program gives back
+STRETCH, STEP = 1 << 16, 1 << 11  # bytes of a tensor that a program gives back, in all and at once
 
 
 def restore(new: Sequence[Tensor], old: Sequence[Tensor], refused: Tensor) -> None:
@@ -147,7 +146,7 @@ def restore(new: Sequence[Tensor], old: Sequence[Tensor], refused: Tensor) -> No
         return
     places, nbytes = _stretches(sizes, device)
     given = (places, addresses([new, old], device), len(new), nbytes, refused.view(torch.uint8))
-    launch("restore", (len(places),), *given, SIZE=STRETCH)
+    launch("restore", (len(places),), *given, SIZE=STRETCH, STEP=STEP)
 
 
 @functools.lru_cache(maxsize=64)

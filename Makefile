@@ -25,14 +25,14 @@ test: $(VENV)/.dev ## Lint, types, docs and the quick tests (what CI runs; about
 quick-tests: $(VENV)/.dev
 	$(PYTEST)
 
-test-full: $(VENV)/.dev $(VENV)/.frameworks $(VENV)/.servers ## The same with the slow tests, real servers and frameworks (about 30 minutes on 2 cores).
+test-full: $(VENV)/.dev $(VENV)/.frameworks $(VENV)/.servers $(VENV)/.triton ## The same with the slow tests, real servers and frameworks (about 30 minutes on 2 cores).
 	@$(MAKE) --no-print-directory --jobs=2 full-tests lint types docs
 
-full-tests: $(VENV)/.dev $(VENV)/.frameworks $(VENV)/.servers
+full-tests: $(VENV)/.dev $(VENV)/.frameworks $(VENV)/.servers $(VENV)/.triton
 	$(PYTEST_FULL) -m "not rare"
 	THINWIRE_KERNELS=auto $(PYTEST_FULL) tests/codecs tests/kernels tests/conformance tests/test_golden.py tests/test_share.py
 
-test-all: $(VENV)/.dev $(VENV)/.frameworks $(VENV)/.servers ## Every case of every test, with and without C kernels (hours).
+test-all: $(VENV)/.dev $(VENV)/.frameworks $(VENV)/.servers $(VENV)/.triton ## Every case of every test, with and without C kernels (hours).
 	$(PYTEST_FULL) -m ""
 	THINWIRE_KERNELS=auto $(PYTEST_FULL) -m "" tests/codecs tests/kernels tests/conformance tests/test_golden.py tests/test_share.py
 
@@ -89,4 +89,8 @@ $(VENV)/.frameworks: $(VENV)/.dev
 
 $(VENV)/.servers: $(VENV)/.dev
 	$(PIP) -e '.[servers]'
+	@touch $@
+
+$(VENV)/.triton: $(VENV)/.dev
+	$(PIP) -e '.[triton]'
 	@touch $@

@@ -20,22 +20,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire import kernels
 from thinwire.codecs import encoder
 from thinwire.codecs.base import Codec, Messages
 from thinwire.codecs.bits import Bytes
 from thinwire.codecs.decoder import Received
 from thinwire.codecs.dense import WIRE_DTYPES, Dense
 from thinwire.codecs.device import encoder as device_encoder
+from thinwire.codecs.device import fused
 from thinwire.codecs.device.backend import on_device
-from thinwire.codecs.device.decoder import DeviceReceived
+from thinwire.codecs.device.fused_decoder import read_on_device
 from thinwire.codecs.device.values import FORMATS
 from thinwire.codecs.device.values import Floats as DeviceFloats
 from thinwire.codecs.encoder import Encoded, PerTensor
 from thinwire.codecs.layout import Shape
 from thinwire.codecs.made import Made
 from thinwire.codecs.message_plan import Plan, plan_of, shapes_of
-from thinwire.codecs.stages import RUN, Floats, Indices, Row, Selection, Stages, Transform, Values, finite, off_host
+from thinwire.codecs.stages import RUN, Floats, Indices, Row, Selection, Stages, Transform, Values, finite
 from thinwire.codecs.wire import MOST_PARTS, PART_NBYTES, check_part, same_part
 from thinwire.errors import ConfigError, WireError, check_choice, check_whole_number
 from thinwire.payload import Payload
@@ -256,9 +256,8 @@ class Chain(Stages, Codec):
         return not self.selection.everything
 
     def arithmetic(self, device: torch.device) -> str:
-        """The C kernels in use, or "off" where torch and numpy transform blocks that the kernels know."""
-        length = self.transform.length(kernels.BLOCK)
-        return kernels.name() if self.in_kernels(length, length, device) else ""
+        """The kernels in use there, C or Triton, or "off" where torch and numpy transform blocks that the kernels know."""
+        return fused.arithmetic(self, device)
 
     def plan(self, like: Sequence[Tensor]) -> Plan:
         """Where everything is in a message of such tensors."""
@@ -335,7 +334,7 @@ class Chain(Stages, Codec):
     def _on_device(self, tensors: Sequence[Tensor] | Made) -> bool:
         """Whether torch operations make messages of tensors where they are; on a CPU numpy and C kernels do."""
         held = tensors.sources[0] if isinstance(tensors, Made) else tensors
-        return len(held) > 0 and off_host(held[0].device) and on_device(self, held[0].device)
+        return len(held) > 0 and on_device(self, held[0].device)
 
     def decode(self, payload: Payload, like: Sequence[Tensor], *, round: int = 0) -> list[Tensor]:
         """The tensors that a message says."""
@@ -376,8 +375,8 @@ class Chain(Stages, Codec):
             WireError: before anything is decoded into tensors.
         """
         plan = self.plan(messages.like)
-        if off_host(device := messages.payloads[0].data.device) and on_device(self, device):
-            return DeviceReceived(self, plan, messages)
+        if on_device(self, messages.payloads[0].data.device):
+            return read_on_device(self, plan, messages)
         return Received(self, plan, messages, own)
 
 

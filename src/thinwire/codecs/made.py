@@ -5,11 +5,48 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from thinwire.codecs.layout import Piece, matrix_of, write_back
 
 _RUN = 1 << 18  # entries that fit into a cache
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """How gradients are whitened, for kernels that do it while they read them: see `maths.update_rules.whitened`.
+
+    Attributes:
+        g: gradients.
+        v: running second moment of each; changed in place.
+        b2: decay of each second moment.
+        eps: of each.
+        steps: how many gradients each has seen, these included.
+        clip: multiplies the gradients first; a 0-d tensor where it was found on a device.
+    """
+
+    g: Sequence[Tensor]
+    v: Sequence[Tensor]
+    b2: Sequence[float]
+    eps: Sequence[float]
+    steps: Sequence[int]
+    clip: float | Tensor = 1.0
+
+    def settings(self, i: int) -> tuple[float, float, int]:
+        """Decay, eps and step of one of them."""
+        return self.b2[i], self.eps[i], self.steps[i]
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are multiplied by anything."""
+        return isinstance(self.clip, Tensor) or self.clip != 1
+
+    def clip_on(self, device: torch.device) -> Tensor | None:
+        """What multiplies the gradients, on a device; None for nothing."""
+        if isinstance(self.clip, Tensor):
+            return self.clip.to(device=device, dtype=torch.float32)
+        return torch.full((), self.clip, device=device) if self.clips else None
 
 
 @dataclass(frozen=True)
@@ -21,11 +58,13 @@ class Made:
         make: given the number of a tensor and the same piece of it in each of the sources, the piece; every element may depend
             on the same element of the sources alone. It may change them in place.
         make_all: the same for many pieces at once, in operations on lists: given a list of numbers and lists of pieces, a list.
+        whitening: what `make` does, where it is that.
     """
 
     sources: tuple[Sequence[Tensor], ...]
     make: Callable[..., Tensor]
     make_all: Callable[..., list[Tensor]] | None = None
+    whitening: Whitening | None = None
 
     def __len__(self) -> int:
         return len(self.sources[0])

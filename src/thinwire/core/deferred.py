@@ -33,6 +33,7 @@ from thinwire.core.on_device import OnDevice, kind_on_device
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.slots import SlotOptimizer
 from thinwire.errors import LinkError, RoundAborted, WireError
+from thinwire.kernels import triton
 from thinwire.payload import LARGEST, finite_flag
 from thinwire.sharding.shards import local
 
@@ -89,10 +90,16 @@ class Selected:
     def unless(self, refused: Tensor) -> None:
         """Give the tensors their old values where `refused` (0-d) says so: `torch.where`, for all tensors in a few launches.
 
-        old + (new - old) * accepted of their bits as whole numbers, where every step is exact, whatever the bits stand for.
+        old + (new - old) * accepted of their bits as whole numbers, where every step is exact, whatever the bits stand for. A
+        Triton kernel, where there is one, copies the old values instead, and reads nothing but `refused` where it need not.
         """
         pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for new, old in zip(self.tensors, self.before, strict=True):
+        both = list(zip(self.tensors, self.before, strict=True))
+        if triton.available(refused.device):
+            whole = [(new, old) for new, old in both if new.is_contiguous() and old.is_contiguous()]
+            triton.restore([new for new, _ in whole], [old for _, old in whole], refused)
+            both = [(new, old) for new, old in both if not (new.is_contiguous() and old.is_contiguous())]
+        for new, old in both:
             whole = _WHOLE[new.dtype.itemsize]
             news, olds = pairs.setdefault(whole, ([], []))
             news.append(new.view(whole))

@@ -115,8 +115,9 @@ _DIGEST = 16  # bytes of a digest that travel
 _HASH = 8  # bytes of a hash of tensors
 
 STARTING, FROZEN = "starting value of ", "frozen parameters"  # names of hashes in a fingerprint
-KERNELS = "C kernels"
+KERNELS, TRITON = "C kernels", "Triton kernels"
 _HINTS = {
+    TRITON: f": install thinwire[triton] on all workers, or set {SETTING}=off on all of them; see docs/gpu.md",
     KERNELS: f": install a C compiler (cc) on all workers, or set {SETTING}=off on all of them; see docs/performance.md",
     STARTING: ": seed all workers alike before the model is built, or call thinwire.broadcast(link, model)",
     FROZEN: ": load the same base model on all workers, or call thinwire.broadcast(link, model)",

@@ -21,6 +21,7 @@ from thinwire.codecs.dense import Dense
 from thinwire.codecs.device.backend import on_device
 from thinwire.codecs.device.decoder import DeviceReceived
 from thinwire.codecs.device.envelope import open_all, seal_unless
+from thinwire.codecs.device.fused_decoder import read_on_device
 from thinwire.codecs.wire import HEADER_NBYTES
 from thinwire.core.exchange import Exchange, Gathered, Reduced
 from thinwire.core.outgoing import Arrived, Outgoing
@@ -142,7 +143,7 @@ class GatheredOnDevice(OnDevice, Gathered):
     def _read_on_device(self, bodies: list[Payload]) -> DeviceReceived:
         assert isinstance(self.codec, Chain)
         messages = Messages(bodies, self.like, self.round, self.outgoing.mean, None, self.peers.expected)
-        return DeviceReceived(self.codec, self.codec.plan(self.like), messages, raises=False)
+        return read_on_device(self.codec, self.codec.plan(self.like), messages, raises=False)
 
     def _told_all(self, unread: Tensor) -> Tensor:
         """Which workers could not read the messages, [workers]: what one could not, no worker may apply."""

@@ -279,6 +279,8 @@ class Algorithm(OwningOptimizer, Reporting):
         settled = replace(self.policy, buffers=(), route="gather", give_up_after=self.give_up_after)
         policy = asdict(replace(settled, buffers_every=self.buffers_every))
         policy |= {"route": "gather" if self.owners is None else repr(self.owners)}
+        device = self.params()[0].device
+        kernels = gates.KERNELS if device.type == "cpu" else gates.TRITON
         return {
             "algorithm": type(self).__name__,
             "schedule": repr(self.schedule),
@@ -288,7 +290,7 @@ class Algorithm(OwningOptimizer, Reporting):
             **({"members of a site": self.site.members} if self.site is not None else {}),
             "buffers": [describe(local(b)) for b in self.buffers],
             **gates.describe_parameters(self),
-            **({gates.KERNELS: told} if (told := self.codecs.arithmetic(self.params()[0].device)) else {}),
+            **({kernels: told} if (told := self.codecs.arithmetic(device)) else {}),
             "steps so far": self.common_steps,
             "rounds so far": self.rounds,
             **gates.hashes_of_replicated(self),

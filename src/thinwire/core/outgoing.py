@@ -180,6 +180,11 @@ class Arrived:
         assert scale is None
         return (tuple([part] for part in parts) for parts in self.each(tensors, *others))
 
+    def step(self, tensors: Sequence[Tensor], lr: Sequence[float], sign: Sequence[bool], scale: Tensor | None = None) -> None:
+        """Take the mean off tensors, where it is decoded on a device: see `DeviceReceived.step`."""
+        assert isinstance(self._received, DeviceReceived)
+        self._received.step(tensors, lr, sign, scale)
+
     def squares(self) -> list[float] | Tensor:
         """The sum of squares of each tensor's mean: see `Received.squares`; a tensor on a device."""
         assert self._received is not None

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from thinwire.codecs.device.bits import number, table
 from thinwire.codecs.device.chunks import alike
-from thinwire.codecs.made import Made
+from thinwire.codecs.made import Made, Whitening
 from thinwire.errors import ConfigError, check_choice, check_not_negative
 from thinwire.maths.orthogonalize import orthogonalised
 from thinwire.sharding.shards import Shards
@@ -74,7 +74,8 @@ def whitening(
                 made[n] = tensor
         return made
 
-    return Made((g, v), make, make_all)
+    how = Whitening(g, v, [group["betas"][1] for group in groups], [group["eps"] for group in groups], steps, clip)
+    return Made((g, v), make, make_all, how)
 
 
 def _all_whitened(g: list[Tensor], v: list[Tensor], *, b2: float, eps: float, step: int, clip: float = 1.0) -> Sequence[Tensor]:
@@ -223,9 +224,5 @@ def _apply_together(shared: Arrived, x: list[Tensor], groups: list[dict[str, Any
     if isinstance(rms, Tensor):
         unit = table(tuple(g["phi"] == "unit" for g in groups), torch.bool, rms.device)
         scale = torch.where(unit, rms.clamp_min(1e-30).reciprocal_(), number(1, rms.dtype, rms.device)).float()
-    for places, parts, Q in shared.together(x, scale=scale):
-        for (rule, lr), some in alike([(groups[i]["phi"], groups[i]["lr"]) for i in places]):
-            update = [Q[n] for n in some]
-            if rule in ("sign", "muon"):  # of what is no matrix muon takes the sign
-                torch._foreach_sign_(update)
-            torch._foreach_sub_([parts[n] for n in some], update, alpha=lr)
+    # Of what is no matrix muon takes the sign.
+    shared.step(x, [g["lr"] for g in groups], [g["phi"] in ("sign", "muon") for g in groups], scale)

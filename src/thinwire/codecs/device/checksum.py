@@ -18,9 +18,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from thinwire.codecs.device.bits import table
+from thinwire.kernels import triton
 
 _BYTES = 64  # bytes that the first level joins
 _STATES = 16  # states of four bytes that each further level joins
+_SEGMENT, _TILE = 4096, 128  # bytes that a program of the Triton kernel reads, and segments that it joins at once
 _POLYNOMIAL = 0xEDB88320
 
 _Words = NDArray[np.uint32]
@@ -47,6 +49,46 @@ def crc32(rows: Sequence[Tensor]) -> Tensor:
         covered *= _STATES
     constants = tuple(_of_zeros(row.shape[1]) for row in rows)
     return state.view(messages, len(rows)) ^ table(constants, torch.int32, device)
+
+
+def crc32_around(raw: Tensor, stretches: Sequence[tuple[int, int, int]]) -> Tensor:
+    """Checksums of stretches of several messages, each with four bytes that count as zeros: its own checksum.
+
+    Args:
+        raw: [messages, nbytes].
+        stretches: where each begins, where the four bytes end, and where it ends.
+
+    Returns:
+        int32 [messages, stretches].
+    """
+    if triton.available(raw.device):
+        return sums_by_kernels(raw, stretches).T
+    zeros = torch.zeros((len(raw), 4), dtype=torch.uint8, device=raw.device)
+    return crc32([torch.cat([raw[:, start : at - 4], zeros, raw[:, at:stop]], 1) for start, at, stop in stretches])
+
+
+def sums_by_kernels(raw: Tensor, stretches: Sequence[tuple[int, int, int]]) -> Tensor:
+    """The same by Triton kernels, [stretches, messages], in two launches for each stretch: see `kernels.triton.checksum`."""
+    out = torch.empty((len(stretches), len(raw)), dtype=torch.int32, device=raw.device)
+    for (start, at, stop), sums in zip(stretches, out, strict=True):
+        length, tile, device = stop - start, _TILE, raw.device
+        segments = -(-length // _SEGMENT)
+        states = torch.empty((len(raw), segments), dtype=torch.int32, device=device)
+        given = (raw[:, start:], raw.stride(0), length, at - 4 - start, segments)
+        tables = (_contributions(1, device), _images(_BYTES, _SEGMENT // _BYTES, device))
+        triton.launch("crc_segments", (segments, len(raw)), *given, *tables, states)
+        moves, ahead = _images(_SEGMENT, tile, device), _images(_SEGMENT * tile, 2, device)[0]
+        more = (states, segments, -(-segments // tile), moves, ahead, _of_zeros(length), sums)
+        triton.launch("crc_join", (len(raw),), *more, TILE=tile)
+    return out
+
+
+@functools.lru_cache(maxsize=64)
+def _images(covered: int, count: int, device: torch.device) -> Tensor:
+    """int32 [count, 32]: the bits of states, each of which stands for so many bytes, moved to the end of all of them."""
+    unit = np.uint32(1) << np.arange(32, dtype=np.uint32)
+    found = [_after_zeros(unit, covered * (count - 1 - i)) for i in range(count)]
+    return torch.from_numpy(np.stack(found).view(np.int32)).to(device)
 
 
 def _joined(lanes: Tensor, covered: int) -> Tensor:

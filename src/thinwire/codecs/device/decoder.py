@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from thinwire.codecs.base import Messages
 from thinwire.codecs.decoder import Received
 from thinwire.codecs.device import chunks as limits
 from thinwire.codecs.device.bits import number, table
-from thinwire.codecs.device.chunks import Chunk, chunks_of, sums_of
+from thinwire.codecs.device.chunks import Chunk, alike, chunks_of, sums_of
 from thinwire.codecs.device.indices import bad_index_padding, read_indices
 from thinwire.codecs.device.means import Merge, factors
 from thinwire.codecs.device.positions import positions
@@ -134,7 +134,7 @@ class DeviceReceived(Received):
     def _look_at_values(self, wrong: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The largest value of all, and the squares of the norms of all messages where they are asked for."""
         most, squares = list[Tensor](), torch.zeros(len(self._raw), dtype=torch.float64, device=self.device)
-        for section in (*self.plan.sections, *self.plan.whole):
+        for section in self._sections_to_check():
             if not section.count:
                 continue
             odd, largest = self._format.check(self._part(section), section.row)
@@ -145,6 +145,10 @@ class DeviceReceived(Received):
                 largest = torch.stack([run.abs().amax(1) for run in runs]).amax(0)
             most.append(largest.max())
         return torch.stack(most).max() if most else number(0, torch.float32, self.device), squares
+
+    def _sections_to_check(self) -> tuple[Section, ...]:
+        """Whose values are looked at."""
+        return (*self.plan.sections, *self.plan.whole)
 
     def _runs(self, section: Section) -> list[tuple[int, int]]:
         return runs_of(section.count, len(self._raw))
@@ -189,18 +193,23 @@ class DeviceReceived(Received):
 
     # --- Decoding ----------------------------------------------------------------------------------------------------------
 
-    def matrices(self, scale: Tensor | None = None) -> Iterator[tuple[Chunk, Tensor]]:
+    def matrices(self, scale: Tensor | None = None, done: Collection[int] = ()) -> Iterator[tuple[Chunk, Tensor]]:
         """The mean, chunk by chunk: the matrix of its values with padding.
 
         Args:
             scale: multiplies the mean of each tensor, [tensors].
+            done: groups to leave out.
         """
         for n, group in enumerate(self.plan.layout.groups):
-            for chunk in self._chunks(group):
-                blocks = self._mean_blocks(n, chunk)
-                if scale is not None:
-                    blocks = blocks * chunk.of_tensors(scale)[:, None]
-                yield chunk, self._inverted(chunk, blocks)
+            for chunk in self._chunks(group) if n not in done else ():
+                yield chunk, self._matrix(n, chunk, scale)
+
+    def _matrix(self, number: int, chunk: Chunk, scale: Tensor | None) -> Tensor:
+        """The mean of a chunk of a group, as its matrix."""
+        blocks = self._mean_blocks(number, chunk)
+        if scale is not None:
+            blocks = blocks * chunk.of_tensors(scale)[:, None]
+        return self._inverted(chunk, blocks)
 
     def _inverted(self, chunk: Chunk, blocks: Tensor) -> Tensor:
         """P_h^T Q P_w of all blocks Q of a chunk, as its matrix."""
@@ -228,26 +237,32 @@ class DeviceReceived(Received):
     def _means_of_whole(self) -> Tensor:
         """The means of all tensors that were sent whole, one after the other."""
         if self._whole is None:
-            empty = torch.empty(0, device=self.device)
-            runs = [(section, a, b) for section in self.plan.whole for a, b in self._runs(section)]
-            read = (self._scaled(self._format.read(self._part(s), s.row, a, b)) for s, a, b in runs)
-            self._whole = torch.cat([empty, *(self._merge_of.columns(values) for values in read)])
+            self._whole = self._read_whole()
         return self._whole
+
+    def _read_whole(self) -> Tensor:
+        runs = [(section, a, b) for section in self.plan.whole for a, b in self._runs(section)]
+        read = (self._scaled(self._format.read(self._part(s), s.row, a, b)) for s, a, b in runs)
+        return torch.cat([torch.empty(0, device=self.device), *(self._merge_of.columns(values) for values in read)])
 
     def squares(self) -> Tensor:
         """The sum of squares of the mean of each tensor, float64 [tensors]: see `Received`."""
         layout = self.plan.layout
         found = torch.zeros(len(layout.shapes), dtype=torch.float64, device=self.device)
         for n, group in enumerate(layout.groups):
-            chunks = self._chunks(group)
-            norms = [vector_norm(self._mean_blocks(n, chunk), dim=1, dtype=torch.float64) for chunk in chunks]
-            per_tensor = sums_of(limits.in_order(chunks, norms).square_(), tuple(grid.blocks for grid in group.grids))
+            per_tensor = sums_of(self._squares_of(n, group), tuple(grid.blocks for grid in group.grids))
             found.index_copy_(0, table(tuple(grid.index for grid in group.grids), torch.int64, self.device), per_tensor)
         if layout.dense:
             means = self._means_of_whole().split(self._lengths_of_whole())
             norms = torch.stack(torch._foreach_norm(means, 2, torch.float64))
             found.index_copy_(0, table(layout.dense, torch.int64, self.device), norms.square_())
         return found
+
+    def _squares_of(self, number: int, group: Group) -> Tensor:
+        """The sum of squares of the mean of each block of a group, float64 [blocks]."""
+        chunks = self._chunks(group)
+        norms = [vector_norm(self._mean_blocks(number, chunk), dim=1, dtype=torch.float64) for chunk in chunks]
+        return limits.in_order(chunks, norms).square_()
 
     def tensors(self) -> list[Tensor]:
         """See `Received`."""
@@ -256,8 +271,39 @@ class DeviceReceived(Received):
             torch._foreach_copy_(parts, means)
         return out
 
+    def step(self, tensors: Sequence[Tensor], lr: Sequence[float], sign: Sequence[bool], scale: Tensor | None = None) -> None:
+        """Take the mean off tensors.
+
+        Args:
+            tensors: changed in place.
+            lr: what it is multiplied by, for each tensor.
+            sign: whether its sign is taken, for each tensor.
+            scale: multiplies the mean of each tensor first, [tensors].
+        """
+        self._step_others(tensors, lr, sign, scale, ())
+
+    def _step_others(
+        self,
+        tensors: Sequence[Tensor],
+        lr: Sequence[float],
+        sign: Sequence[bool],
+        scale: Tensor | None,
+        done: Collection[int],
+    ) -> None:
+        """`step` but for some groups."""
+        for places, parts, means in self.together(tensors, scale=scale, done=done):
+            for (signs, rate), some in alike([(sign[i], lr[i]) for i in places]):
+                update = [means[n] for n in some]
+                if signs:
+                    torch._foreach_sign_(update)
+                torch._foreach_sub_([parts[n] for n in some], update, alpha=rate)
+
     def together(
-        self, tensors: Sequence[Tensor], *others: Sequence[Tensor | None], scale: Tensor | None = None
+        self,
+        tensors: Sequence[Tensor],
+        *others: Sequence[Tensor | None],
+        scale: Tensor | None = None,
+        done: Collection[int] = (),
     ) -> Iterator[Any]:
         """`each` for many pieces at once, to be changed by operations on lists of tensors.
 
@@ -265,16 +311,17 @@ class DeviceReceived(Received):
             tensors: see `each`.
             others: see `each`.
             scale: multiplies the mean of each tensor, [tensors].
+            done: groups to leave out; -1 for tensors that were sent whole.
 
         Yields:
             Lists of the tensors' places, of pieces of them, of the means of those pieces, and of the same pieces of others.
         """
-        for chunk, matrix in self.matrices(scale):
+        for chunk, matrix in self.matrices(scale, done):
             (parts, seen), more = _seen(chunk, tensors), [_seen(chunk, some) for some in others]
             yield chunk.whose, parts, chunk.inside(matrix, parts), *(pieces for pieces, _ in more)
             for tensor, as_matrix in itertools.chain(seen, *(pairs for _, pairs in more)):
                 write_back(as_matrix, tensor)
-        if whole := self.plan.layout.dense:
+        if (whole := self.plan.layout.dense) and -1 not in done:
             parts = [tensors[i].detach() for i in whole]
             means = (self._scaled_whole(scale) if scale is not None else self._means_of_whole().clone()).split(
                 self._lengths_of_whole()

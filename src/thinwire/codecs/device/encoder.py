@@ -15,9 +15,11 @@ from torch import Tensor
 from thinwire.codecs.base import Messages
 from thinwire.codecs.device import chunks as limits
 from thinwire.codecs.device.bits import table
-from thinwire.codecs.device.checksum import crc32
+from thinwire.codecs.device.checksum import crc32_around
 from thinwire.codecs.device.chunks import Chunk, alike, chunks_of, in_order
-from thinwire.codecs.device.decoder import DeviceReceived
+from thinwire.codecs.device.fused import Feed, Given, Sent, encode_chunks, encode_group, groups_in_triton
+from thinwire.codecs.device.fused_decoder import read_on_device
+from thinwire.codecs.device.fused_rows import SentRows, encode_rows, rows_in_triton
 from thinwire.codecs.device.indices import write_indices
 from thinwire.codecs.device.positions import largest, positions
 from thinwire.codecs.device.values import format_of
@@ -26,7 +28,7 @@ from thinwire.codecs.layout import Group
 from thinwire.codecs.made import Made, piece_of
 from thinwire.codecs.message_plan import Plan, plan_of, shapes_of
 from thinwire.codecs.stages import Stages
-from thinwire.payload import Payload
+from thinwire.payload import Payload, finite_flag
 
 _Coefficients = Callable[[Chunk], Tensor]  # the matrix of a chunk in the domain of the transform
 
@@ -38,10 +40,13 @@ class DeviceEncoded(Encoded):
     `finite` is a tensor; to read it waits for the device. `kept` is empty: what was kept is in `sent`.
 
     Attributes:
-        sent: of each group, places within each block [n, k], None for all of them, and the values that receivers read [n, k].
+        sent: of each group, places within each block [n, k], None for all of them, and the values that receivers read [n, k];
+            or both as Triton kernels have them.
+        rows: what was sent whole, as Triton kernels have it; None where it is in `dense`.
     """
 
-    sent: list[tuple[Tensor | None, Tensor]]
+    sent: list[tuple[Tensor | None, Tensor] | Sent]
+    rows: SentRows | None
 
     def take_from(self, slots: Sequence[Tensor], *, scale: PerTensor = 1.0) -> None:
         """See `Encoded`."""
@@ -50,13 +55,20 @@ class DeviceEncoded(Encoded):
             for i, part, sent in self.each(slots):
                 part.sub_(sent, alpha=scale[i])
             return
-        for group, (places, values) in zip(self._plan.layout.groups, self.sent, strict=True):
+        for group, sent in zip(self._plan.layout.groups, self.sent, strict=True):
+            if isinstance(sent, Sent):
+                sent.take_from(group, slots, self._plan.layout.shapes, scale)
+                continue
+            places, values = sent
             for chunk in chunks_of(group, limits.ENTRIES):
                 blocks = chunk.of_blocks(values)
                 if places is not None:
                     blocks = blocks.new_zeros(chunk.blocks, group.L).scatter_(1, chunk.of_blocks(places), blocks)
                 taken = torch._foreach_mul(chunk.split(chunk.to_matrix(blocks)), [float(scale[i]) for i in chunk.whose])
                 torch._foreach_sub_(_of_slots(chunk, slots), taken)
+        if self.rows is not None:
+            self.rows.take_from(slots, scale)
+            return
         dense = [slots[i] for i in self._plan.layout.dense]
         taken = self.dense.split([slot.numel() for slot in dense]) if dense else ()
         views = [part.view(slot.shape) for part, slot in zip(taken, dense, strict=True)]
@@ -66,7 +78,7 @@ class DeviceEncoded(Encoded):
     def each(self, tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> Iterator[Any]:
         """See `Encoded`."""
         messages = Messages([self.payload], tensors, self._round)
-        return DeviceReceived(self._chain, self._plan, messages, raises=False).each(tensors, *others)
+        return read_on_device(self._chain, self._plan, messages, raises=False).each(tensors, *others)
 
 
 # --- Into the domain of the transform ----------------------------------------------------------------------------------------
@@ -159,7 +171,8 @@ def encode_tensors(chain: Stages, tensors: Sequence[Tensor] | Made, *, round: in
     def coefficients(chunk: Chunk) -> Tensor:
         return _transformed(chain, chunk, _joined(chunk, tensors), round)
 
-    return _encode(chain, tensors, plan_of(chain, shapes_of(like)), coefficients, round)
+    feed = Feed(None, tensors, scale=[1.0] * len(like))
+    return _encode(chain, tensors, plan_of(chain, shapes_of(like)), coefficients, feed, round)
 
 
 def encode_slots(
@@ -187,32 +200,50 @@ def encode_slots(
             _accumulate_chunk(chain, chunk, slots, tensors, decays, scales)
         return chunk.joined(_of_slots(chunk, slots))
 
-    if scales is not None:
-        _accumulate_whole(plan.layout.dense, slots, tensors, decays, scales)
-    return _encode(chain, slots, plan, coefficients, round)
+    feed = Feed(slots, None if scales is None else tensors, decays, scales or ())
+    return _encode(chain, slots, plan, coefficients, feed, round)
 
 
 def _encode(
-    chain: Stages, tensors: Sequence[Tensor] | Made, plan: Plan, coefficients: _Coefficients, round: int
+    chain: Stages, tensors: Sequence[Tensor] | Made, plan: Plan, coefficients: _Coefficients, feed: Feed, round: int
 ) -> DeviceEncoded:
     device = (tensors.sources[0] if isinstance(tensors, Made) else tensors)[0].device
-    kept = [_keep(chain, group, coefficients, round, device) for group in plan.layout.groups]
-    dense = [t.reshape(-1) for t in _some(tensors, plan.layout.dense)] if plan.layout.dense else []
+    whole = feed.slots is None or all(slot.is_contiguous() for slot in feed.slots)
+    fast, packed = groups_in_triton(chain, plan, device) if whole else frozenset[int](), dict[int, list[Tensor]]()
+    by_rows = whole and feed.known and rows_in_triton(chain, plan, device)
+    numbers = [grid.index for n in sorted(fast) for grid in plan.layout.groups[n].grids] + [*plan.layout.dense] * by_rows
+    given = feed.lists(numbers, len(plan.layout.shapes), device) if feed.known and numbers else None
+    kept: list[tuple[Tensor | None, Tensor] | Sent] = []
+    for number, group in enumerate(plan.layout.groups):
+        if number in fast:
+            found, packed[number] = _keep_fused(chain, plan, number, coefficients, feed, given, device)
+            kept.append(found)
+        else:
+            kept.append(_keep(chain, group, coefficients, round, device))
+    rows = encode_rows(plan, feed, given, device) if by_rows and given is not None else None
+    if given is not None:
+        given.write_back()
+    if rows is None and feed.slots is not None and feed.tensors is not None:
+        _accumulate_whole(plan.layout.dense, feed.slots, feed.tensors, feed.decay, feed.scale)
+    dense = [t.reshape(-1) for t in _some(tensors, plan.layout.dense)] if plan.layout.dense and rows is None else []
     whole = torch.cat(dense).float() if dense else torch.empty(0, device=device)
-    written, read = _written(chain, plan, kept, whole)
+    if rows is not None:
+        packed[-1] = rows.written
+    written, read = _written(chain, plan, kept, packed, whole)
     body = torch.cat(written) if written else torch.empty(0, dtype=torch.uint8, device=device)
     if headers := [part for part in plan.parts if part.header]:
-        checksums = crc32([body[None, part.start : part.stop] for part in headers]).view(torch.uint8).view(-1, 4)
+        places = [(part.start, part.start + len(part.header), part.stop) for part in headers]
+        checksums = crc32_around(body[None], places).view(torch.uint8).view(-1, 4)
         for part, checksum in zip(headers, checksums, strict=True):
             at = part.start + len(part.header)
             body[at - 4 : at] = checksum
     if chain.linear:
         assert chain.values.wire_dtype is not None
         body = body.view(chain.values.wire_dtype) if body.numel() else body.to(chain.values.wire_dtype)
-    ends = [values.isfinite().all() for values in read.values() if values.numel()]
-    finite = torch.stack(ends).all() if ends else torch.ones((), dtype=torch.bool, device=device)
-    sent = [(places, read[number].view(values.shape)) for number, (places, values) in enumerate(kept)]
-    return DeviceEncoded(Payload(body), finite, [], read[-1], chain, plan, round, sent)
+    finite = finite_flag([*read.values(), *(s.scales for s in (*kept, rows) if isinstance(s, Sent | SentRows))])
+    finite = torch.ones((), dtype=torch.bool, device=device) if finite is None else finite
+    sent = [k if isinstance(k, Sent) else (k[0], read[number].view(k[1].shape)) for number, k in enumerate(kept)]
+    return DeviceEncoded(Payload(body), finite, [], read[-1], chain, plan, round, sent, rows)
 
 
 def _keep(
@@ -230,8 +261,34 @@ def _keep(
     return places, in_order(chunks, [b.gather(1, c.of_blocks(places)) for c, b in zip(chunks, blocks, strict=True)])
 
 
+def _keep_fused(
+    chain: Stages,
+    plan: Plan,
+    number: int,
+    coefficients: _Coefficients,
+    feed: Feed,
+    given: Given | None,
+    device: torch.device,
+) -> tuple[Sent, list[Tensor]]:
+    """The same of a group that the Triton kernels know, and the bytes of its sections."""
+    if given is not None:
+        return encode_group(chain, plan, number, feed, given, device)
+    chunks = chunks_of(plan.layout.groups[number], limits.ENTRIES)
+    if feed.slots is None:
+        made = ((chunk, _joined(chunk, feed.tensors or [])) for chunk in chunks)
+        return encode_chunks(chain, plan, number, made, device)
+    for chunk in chunks:
+        coefficients(chunk)  # which adds to the slots
+    added = Feed(feed.slots, None)
+    return encode_group(chain, plan, number, added, added.lists([], len(plan.layout.shapes), device), device)
+
+
 def _written(
-    chain: Stages, plan: Plan, kept: Sequence[tuple[Tensor | None, Tensor]], whole: Tensor
+    chain: Stages,
+    plan: Plan,
+    kept: Sequence[tuple[Tensor | None, Tensor] | Sent],
+    packed: dict[int, list[Tensor]],
+    whole: Tensor,
 ) -> tuple[list[Tensor], dict[int, Tensor]]:
     """All bytes of a message, with zeros for checksums; and what receivers read of each group, and of whole tensors at -1."""
     values_format, written = format_of(chain.values), list[Tensor]()
@@ -241,12 +298,24 @@ def _written(
             written.append(table(tuple(part.header), torch.uint8, whole.device))
         for section in part.sections:
             values = whole
+            if section.number in packed:
+                sections = plan.whole if section.number < 0 else plan.of_group[section.number]
+                written.append(packed[section.number][sections.index(section)])
+                continue
             if section.group is not None:
-                places, values = kept[section.number]
+                found = kept[section.number]
+                assert not isinstance(found, Sent)
+                places, values = found
                 if section.code is not None and places is not None:
                     written.append(write_indices(section.code, places[section.first : section.last]))
             values = values.reshape(-1)[section.offset : section.offset + section.count]
             raw, back = values_format.write(values, section.row)
             written += raw
             read[section.number].append(back)
-    return written, {number: torch.cat([whole[:0], *parts]) for number, parts in read.items()}
+    return written, {number: _cat(parts, whole) for number, parts in read.items()}
+
+
+def _cat(parts: list[Tensor], like: Tensor) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else like[:0]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.device.bits import aligned, bytes_on, table
-from thinwire.codecs.device.checksum import crc32
+from thinwire.codecs.device.checksum import crc32_around, sums_by_kernels
 from thinwire.codecs.stages import off_host
 from thinwire.codecs.wire import (
     HEADER_NBYTES,
@@ -29,6 +29,7 @@ from thinwire.codecs.wire import (
     unseal_each,
     with_checksum,
 )
+from thinwire.kernels import triton
 from thinwire.payload import Payload
 
 Frame = tuple[int, int]  # where a part begins and ends in a body
@@ -64,6 +65,8 @@ def open_all(raw: Tensor, senders: Sequence[int], frames: Sequence[Frame], *, fi
         round: see `wire.unseal`.
     """
     due = [envelope_header(Envelope(s), len(frames), frames[-1][1], fingerprint=fingerprint, round=round) for s in senders]
+    if triton.available(raw.device):
+        return _open_by_kernel(raw, due, frames)
     words = aligned(raw[:, :HEADER_NBYTES], torch.int64)
     wanted = [[int.from_bytes(head[at : at + 8], "little", signed=True) for head in due] for at in range(0, 48, 8)]
     flags = words[:, 0] >> 40 & 0xFF
@@ -81,6 +84,28 @@ def open_all(raw: Tensor, senders: Sequence[int], frames: Sequence[Frame], *, fi
         wrong.append(length != stop - start - PART_NBYTES)
     wrong.append(_damaged(body, [(start, start + PART_NBYTES, stop) for start, stop in frames]))
     return Opened(torch.stack(wrong).any(0), invalid, flags, weights, words[:, 4])
+
+
+def _open_by_kernel(raw: Tensor, due: list[bytes], frames: Sequence[Frame]) -> Opened:
+    """The same by Triton kernels: see `kernels.triton.envelope`."""
+    device, many = raw.device, len(raw)
+    words = [[int.from_bytes(head[at : at + 8], "little", signed=True) for at in range(0, 48, 8)] for head in due]
+    parts = [(HEADER_NBYTES + start, HEADER_NBYTES + start + PART_NBYTES, HEADER_NBYTES + stop) for start, stop in frames]
+    sums = sums_by_kernels(raw, [(0, HEADER_NBYTES, HEADER_NBYTES), *parts])
+    told = torch.empty((2, many), dtype=torch.uint8, device=device)
+    whole, weights = torch.empty((2, many), dtype=torch.int64, device=device), torch.empty(many, device=device)
+    tables = (table(tuple(word[3] for word in words), torch.int64, device), _frames_on(tuple(frames), device), len(frames))
+    first, fingerprint, round, _, _, nbytes = words[0]
+    given = (raw, raw.stride(0), *tables, sums, first, fingerprint, round, nbytes, *told, whole[0], weights, whole[1])
+    how = {"HEADER": HEADER_NBYTES, "PART": PART_NBYTES, "INVALID": INVALID, "KNOWN": INVALID | MISSING}
+    triton.launch("open_envelopes", (many,), *given, **how)
+    wrong, invalid = told.view(torch.bool)
+    return Opened(wrong, invalid, whole[0], weights, whole[1])
+
+
+@functools.lru_cache(maxsize=64)
+def _frames_on(frames: tuple[Frame, ...], device: torch.device) -> Tensor:
+    return torch.tensor(frames, dtype=torch.int64).to(device)
 
 
 def seal_unless(invalid: Tensor, body: Payload, envelope: Envelope, *, fingerprint: int, round: int, parts: int) -> Payload:
@@ -103,10 +128,8 @@ def _part_of_zeros(nbytes: int) -> bytes:
 
 def _damaged(raw: Tensor, stretches: Sequence[tuple[int, int, int]]) -> Tensor:
     """Whether a checksum is wrong: of stretches that begin and end somewhere, with the checksum in front of a place within."""
-    zeros = torch.zeros((len(raw), 4), dtype=torch.uint8, device=raw.device)
-    rows = [torch.cat([raw[:, start : at - 4], zeros, raw[:, at:stop]], 1) for start, at, stop in stretches]
     told = torch.cat([aligned(raw[:, at - 4 : at], torch.int32) for _, at, _ in stretches], 1)
-    return (crc32(rows) != told).any(1)
+    return (crc32_around(raw, stretches) != told).any(1)
 
 
 def unseal_all(

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from thinwire.codecs.layout import Piece, matrix_of, write_back
+from thinwire.codecs.layout import Piece, in_rows, matrix_of, write_back
+from thinwire.kernels import Whitening
 
 _RUN = 1 << 18  # entries that fit into a cache
 
@@ -21,11 +22,14 @@ class Made:
         make: given the number of a tensor and the same piece of it in each of the sources, the piece; every element may depend
             on the same element of the sources alone. It may change them in place.
         make_all: the same for many pieces at once, in operations on lists: given a list of numbers and lists of pieces, a list.
+        whitening: where the C kernels can make them of two sources by themselves: given the number of a tensor and a piece of
+            the second source, how they make the piece of the first.
     """
 
     sources: tuple[Sequence[Tensor], ...]
     make: Callable[..., Tensor]
     make_all: Callable[..., list[Tensor]] | None = None
+    whitening: Callable[[int, Tensor], Whitening] | None = None
 
     def __len__(self) -> int:
         return len(self.sources[0])
@@ -61,6 +65,14 @@ class Made:
         for source, matrix in zip(self.sources, matrices, strict=True):
             write_back(matrix, source[i])
         return made
+
+    def to_whiten(self, piece: Piece) -> tuple[Tensor, Whitening] | None:
+        """A piece of the first source, and how the C kernels whiten it; None where they cannot."""
+        if self.whitening is None:
+            return None
+        i = piece.grid.index
+        g, v = (in_rows(piece, source[i]) for source in self.sources)
+        return None if g is None or v is None else (g, self.whitening(i, v))
 
     def pieces(self, pieces: Sequence[Piece]) -> list[Tensor]:
         """Pieces of several of the tensors, without padding; made together where it is said how."""

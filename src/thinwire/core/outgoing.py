@@ -157,6 +157,14 @@ class Arrived:
             return _side_by_side(tensors, self.mean, *others)
         return self._received.each(tensors, *others)
 
+    def step(self, tensors: Sequence[Tensor], rates: Sequence[float], signs: Sequence[bool]) -> None:
+        """Tensors <- tensors - rate * mean, or rate * sign(mean): see `Received.step`."""
+        if self._received is not None and not self.on_device:
+            self._received.step(tensors, rates, signs)
+            return
+        for i, part, mean in self.each(tensors):
+            part.sub_(mean.sign() if signs[i] else mean, alpha=rates[i])
+
     def each_sent(self, tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> Iterator[Any]:
         """Likewise tensors and what the others read in this worker's message."""
         if self._encoded is None:

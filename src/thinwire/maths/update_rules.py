@@ -22,6 +22,7 @@ from thinwire.codecs.device.bits import number, table
 from thinwire.codecs.device.chunks import alike
 from thinwire.codecs.made import Made
 from thinwire.errors import ConfigError, check_choice, check_not_negative
+from thinwire.kernels import Whitening
 from thinwire.maths.orthogonalize import orthogonalised
 from thinwire.sharding.shards import Shards
 
@@ -74,7 +75,11 @@ def whitening(
                 made[n] = tensor
         return made
 
-    return Made((g, v), make, make_all)
+    def kernel(i: int, v: Tensor) -> Whitening:
+        b2 = groups[i]["betas"][1]
+        return Whitening(v, b2, 1 / math.sqrt(1 - b2 ** steps[i]), groups[i]["eps"], clip)
+
+    return Made((g, v), make, make_all, kernel)
 
 
 def _all_whitened(g: list[Tensor], v: list[Tensor], *, b2: float, eps: float, step: int, clip: float = 1.0) -> Sequence[Tensor]:
@@ -192,19 +197,23 @@ def apply_shared(
     for count in counts:
         if count is not None:
             count.add_(1)
-    if shared.on_device and not whole and all(g["phi"] != "adam" for g in groups):
+    plain = not whole and all(g["phi"] != "adam" for g in groups)
+    if shared.on_device and plain:
         _apply_together(shared, x, groups, rms)
         return
     rms = rms.tolist() if isinstance(rms, Tensor) else rms
+    rates = [g["lr"] / max(rms[i], 1e-30) if g["phi"] == "unit" else g["lr"] for i, g in enumerate(groups)]
+    if plain:
+        shared.step(x, rates, [g["phi"] in ("sign", "muon") for g in groups])  # of what is no matrix muon takes the sign
+        return
     for i, part, Q, m_part, v_part in shared.each(target, m, v):
         g = groups[i]
         if i in whole:
             part.copy_(Q)
         else:
             rule: UpdateRule = "sign" if g["phi"] == "muon" else g["phi"]
-            lr = g["lr"] / max(rms[i], 1e-30) if rule == "unit" else g["lr"]
             step = 1 if (count := counts[i]) is None else int(count)
-            apply_elementwise(rule, part, Q, lr=lr, moments=(m_part, v_part), betas=g["betas"], eps=g["eps"], step=step)
+            apply_elementwise(rule, part, Q, lr=rates[i], moments=(m_part, v_part), betas=g["betas"], eps=g["eps"], step=step)
     for i in whole:
         x[i].sub_(orthogonalised(target[i]), alpha=groups[i]["lr"])
 

@@ -25,7 +25,7 @@ from thinwire.codecs.base import Messages
 from thinwire.codecs.bits import Bytes
 from thinwire.codecs.indices import IndexCode
 from thinwire.codecs.inverse import HOT, first_half, second_half
-from thinwire.codecs.layout import BATCH, Batch, Group, Piece, in_rows, matrix_of, write_back
+from thinwire.codecs.layout import BATCH, LONG, Batch, Group, Piece, in_rows, matrix_of, write_back
 from thinwire.codecs.message_plan import Message, Plan, Section, narrow
 from thinwire.codecs.stages import DENSE_GROUP, RUN, Floats, Stages
 from thinwire.codecs.wire import same_part
@@ -267,7 +267,7 @@ class Received:
         weights = None if (self._weights == 1).all() else self._weights
         total = float(self._weights.sum()) if self.mean.over == "workers" else 0.0
         blocks = max(1, 2 * _MERGED // (k * len(self._bodies)))  # there is no copy of the entries to make room for
-        for batch in group.batches_of(min(BATCH, blocks * group.L)):
+        for batch in group.batches_of(min(max(BATCH, most), blocks * group.L)):
             values = self._weighted(number, batch.start * k, batch.stop * k)
             for piece in (part for whole in batch.pieces for part in whole.split(most)):
                 first, last = piece.start, piece.start + piece.blocks
@@ -309,7 +309,7 @@ class Received:
         found = [0.0] * len(self.plan.layout.shapes)
         for number, group in enumerate(self.plan.layout.groups):
             if fast := self._kernels(group):  # merged twice: that takes less than to keep the means
-                blocks = np.concatenate([fast.squares(entries) for _, entries in self._entries(number, group)])
+                blocks = np.concatenate([fast.squares(entries) for _, entries in self._entries(number, group, LONG)])
                 for grid in group.grids:  # exact sums, whatever the order
                     found[grid.index] = math.fsum(blocks[grid.first : grid.first + grid.blocks])
                 continue
@@ -353,7 +353,7 @@ class Received:
             fast = self._kernels(group)
             if fast is None or any(in_rows(g.whole, tensors[g.index], whole=False) is None for g in group.grids):
                 continue
-            for piece, entries in self._entries(number, group, BATCH):
+            for piece, entries in self._entries(number, group, LONG):
                 i = piece.grid.index
                 part = in_rows(piece, tensors[i].detach(), whole=False)
                 assert part is not None

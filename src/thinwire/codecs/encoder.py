@@ -21,7 +21,7 @@ from torch import Tensor
 from thinwire.codecs.base import Messages
 from thinwire.codecs.bits import Bytes
 from thinwire.codecs.decoder import Received
-from thinwire.codecs.layout import BATCH, Batch, Group, Piece, Shape, in_rows, padded
+from thinwire.codecs.layout import BATCH, LONG, Batch, Group, Piece, Shape, in_rows, padded
 from thinwire.codecs.made import Made, piece_of
 from thinwire.codecs.message_plan import Kept, Message, Plan, narrow, plan_of, rows_of, shapes_of
 from thinwire.codecs.stages import Floats, Stages
@@ -232,7 +232,7 @@ def encode_slots(
         for i in plan.layout.dense:
             _blend(slots[i], tensors[i].detach().to(slots[i].dtype), decay[i], scale[i])
     once = made is None or made.whitening is not None  # from memory into the slots, without a stop in between
-    return _encode(chain, slots, plan, source, round, write, batch=BATCH if once else _HOT)
+    return _encode(chain, slots, plan, source, round, write, batch=LONG if once else _HOT)
 
 
 def _encode(

@@ -26,6 +26,7 @@ from torch import Tensor
 from thinwire.codecs.stages import DENSE_GROUP, Transform
 
 BATCH = 1 << 20  # entries of a batch: 4 MB in float32, large enough that Python costs little, small enough for a cache
+LONG = 1 << 22  # those of a batch that the C kernels read from memory block by block, and write back: fewer calls
 
 Shape = tuple[int, ...]
 

@@ -139,11 +139,22 @@ static void whiten(const Encode *e, const float *in, float *square, Block out) {
 
 static inline long corner(long n, long X, long stride) { return n / X * N * stride + n % X * N; }
 
+/* out <- decay out + scale a of a block, and a likewise. */
+static void accumulate(const Encode *e, float *out, Block a) {
+    V decay = all(e->decay), scale = all(e->scale / 32);
+    for (int r = 0; r < N; r++)
+        for (int j = 0; j < N; j += LANES) {
+            float *here = out + r * e->out_stride + j;
+            V new = load(&a[r][j]) * scale;
+            if (e->decay != 0) new = fused(load(&a[r][j]), scale, load(here) * decay);
+            store(here, new), store(&a[r][j], new);
+        }
+}
+
 static void encode_blocks(void *job, long first, long last) {
     const Encode *e = job;
-    Block a, b;
+    Block a;
     Candidates c;
-    V decay = all(e->decay), scale = all(e->scale / 32);
     for (long n = first; n < last; n++) {
         float *out = e->out + corner(n, e->X, e->out_stride);
         if (e->in) {
@@ -154,26 +165,16 @@ static void encode_blocks(void *job, long first, long last) {
                 out2 = (Ahead){e->out + corner(n + 1, e->X, e->out_stride), e->out_stride};
                 if (e->square) square2 = (Ahead){e->square + corner(n + 1, e->X, e->square_stride), e->square_stride};
             }
-            if (e->square) whiten(e, in, e->square + corner(n, e->X, e->square_stride), b);
-            forward(e->square ? b[0] : in, e->square ? N : e->in_stride, a, in2, square2);
-            transpose(a, b);
-            forward(b[0], N, a, out2, (Ahead){0});
-            for (int i = 0; i < N; i += 8) {
-                for (int j = 0; j < N; j += 8) transpose8(&a[j][i], &b[i][j]);
-                for (int r = i; r < i + 8; r++)
-                    for (int j = 0; j < N; j += LANES) {
-                        float *here = out + r * e->out_stride + j;
-                        V new = load(&b[r][j]) * scale;
-                        if (e->decay != 0) new = fused(load(&b[r][j]), scale, load(here) * decay);
-                        store(here, new), store(&b[r][j], new);
-                    }
-            }
+            if (e->square) whiten(e, in, e->square + corner(n, e->X, e->square_stride), a);
+            forward(e->square ? a[0] : in, e->square ? N : e->in_stride, a, in2, square2);
+            transpose(a);
+            forward(a[0], N, a, out2, (Ahead){0});
+            transpose(a);
+            accumulate(e, out, a);
         }
         if (!e->k) continue;
-        if (e->in)
-            largest(b[0], N, e->k, e->indices + n * e->k, e->values + n * e->k, &c);
-        else
-            largest(out, e->out_stride, e->k, e->indices + n * e->k, e->values + n * e->k, &c);
+        const float *from = e->in ? a[0] : out;
+        largest(from, e->in ? N : e->out_stride, e->k, e->indices + n * e->k, e->values + n * e->k, &c);
     }
 }
 
@@ -274,7 +275,7 @@ static void merge_many(const Decode *d, long block, Merged *m) {
 }
 
 /* Q P of a block, up to the factor that makes it orthonormal. */
-static void half_inverse(const Decode *d, long block, Merged *m, Block out, Ahead ahead) {
+static void half_inverse(const Decode *d, long block, Merged *m, Block out) {
     if (d->workers * d->k <= SCATTERED) {
         int count = merge_few(d, block, m);
         const float *sum = m->sum;
@@ -285,18 +286,17 @@ static void half_inverse(const Decode *d, long block, Merged *m, Block out, Ahea
                 V q = all(sum[e]);
                 for (int j = 0; j < N; j += LANES) store(&out[e / N][j], fused(q, load(&basis[e % N][j]), load(&out[e / N][j])));
             }
-            for (int part = 0; part < 16; part++) fetch(ahead, part);
             return;
         }
-        memset(m->share, 0, sizeof m->share);
-        for (int i = 0; i < count; i++) m->share[m->seen[i] % N * N + m->seen[i] / N] = sum[m->seen[i]] / 32;
+        memset(out, 0, sizeof(Block));
+        for (int i = 0; i < count; i++) out[m->seen[i] % N][m->seen[i] / N] = sum[m->seen[i]] / 32;
     } else {
         merge_many(d, block, m);
         V less = all(1.0f / 32);
-        for (int i = 0; i < L; i += LANES) store(m->share + i, load(m->sum + i) * less);
+        for (int i = 0; i < L; i += LANES) store(&out[i / N][i % N], load(m->sum + i) * less);
     }
-    inverse((void *)m->share, m->sum, N, ahead);
-    transpose((void *)m->sum, out);
+    inverse(out, out[0], N, (Ahead){0});
+    transpose(out);
 }
 
 static double square_of(const Decode *d, long block, Merged *m) {
@@ -337,18 +337,19 @@ static void step(const Decode *d, long block, Block q) {
 static void decode_blocks(void *job, long first, long last) {
     const Decode *d = job;
     Merged m;
-    Block a, b;
+    Block a;
     for (long n = first; n < last; n++) {
         if (d->squares) {
             d->squares[n] = square_of(d, n, &m);
             continue;
         }
         float *out = d->out + corner(n, d->X, d->stride);
-        int whole = (n / d->X + 1) * N <= d->rows && (n % d->X + 1) * N <= d->cols;
-        half_inverse(d, n, &m, a, whole ? (Ahead){out, d->stride} : (Ahead){0});
+        half_inverse(d, n, &m, a);
         if (d->rows) {
-            inverse(a, b[0], N, (Ahead){0});
-            step(d, n, b);
+            long y = (n + 1) / d->X * N, x = (n + 1) % d->X * N; /* the next block, where it is a whole one */
+            int whole = n + 1 < last && y + N <= d->rows && x + N <= d->cols;
+            inverse(a, a[0], N, whole ? (Ahead){d->out + y * d->stride + x, d->stride} : (Ahead){0});
+            step(d, n, a);
         } else {
             inverse(a, out, d->stride, (Ahead){0});
         }

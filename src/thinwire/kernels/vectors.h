@@ -95,9 +95,10 @@ INLINE int total(I a) {
 #endif
 }
 
-static inline void transpose8(const float *in, float *out) {
 #if LANES >= 8
-    __m256 r[8], t[8];
+/* Eight rows of eight columns, as columns. */
+INLINE void turn(const float *in, __m256 *r) {
+    __m256 t[8];
     for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps(in + i * N);
     for (int i = 0; i < 8; i += 2) t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]), t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
     for (int i = 0; i < 8; i += 4) {
@@ -105,29 +106,40 @@ static inline void transpose8(const float *in, float *out) {
         r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44), r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xEE);
     }
     for (int i = 0; i < 4; i++) {
-        _mm256_storeu_ps(out + i * N, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-        _mm256_storeu_ps(out + (i + 4) * N, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+        t[i] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x20), t[i + 4] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x31);
     }
+    for (int i = 0; i < 8; i++) r[i] = t[i];
+}
+#endif
+
+/* In place: a block takes half of a core's first-level cache, and the rest is needed for what comes and goes. */
+static void transpose(Block a) {
+#if LANES >= 8
+    for (int i = 0; i < N; i += 8)
+        for (int j = 0; j <= i; j += 8) {
+            __m256 one[8], other[8];
+            turn(&a[i][j], one), turn(&a[j][i], other);
+            for (int r = 0; r < 8; r++) _mm256_storeu_ps(&a[j + r][i], one[r]), _mm256_storeu_ps(&a[i + r][j], other[r]);
+        }
 #else
-    for (int i = 0; i < 8; i++)
-        for (int j = 0; j < 8; j++) out[j * N + i] = in[i * N + j];
+    for (int i = 0; i < N; i++)
+        for (int j = 0; j < i; j++) {
+            float one = a[i][j];
+            a[i][j] = a[j][i], a[j][i] = one;
+        }
 #endif
 }
 
-static inline void transpose(Block in, Block out) {
-    for (int i = 0; i < N; i += 8)
-        for (int j = 0; j < N; j += 8) transpose8(&in[i][j], &out[j][i]);
-}
-
-/* A sixteenth of a block is fetched from memory, while something else is computed. */
+/* A block that is fetched from memory while something else is computed. */
 typedef struct {
-    const float *at; /* null for nothing */
+    const float *at; /* null for none */
     long stride;
 } Ahead;
 
-INLINE void fetch(Ahead a, int part) {
+/* LANES / 2 rows of it. */
+INLINE void fetch(Ahead a, int row) {
     if (!a.at) return;
-    for (int r = 4 * part; r < 4 * part + 4; r++)
+    for (int r = row; r < row + LANES / 2; r++)
         for (int j = 0; j < N; j += 16) __builtin_prefetch(a.at + r * a.stride + j, 0, 2);
 }
 

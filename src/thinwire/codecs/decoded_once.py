@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -25,9 +25,8 @@ class DecodedOnce(Received):
         for i, part, mean in self.each(tensors):
             part.sub_(mean.sign_() if signs[i] else mean, alpha=rates[i])
 
-    def pieces(self, *, without: Container[int] = ()) -> Iterator[tuple[Piece, Tensor]]:
+    def pieces(self) -> Iterator[tuple[Piece, Tensor]]:
         """The mean, piece by piece, each in memory of its own."""
-        assert not without
         if self._pieces is None:
             self._pieces = [(piece, values.clone()) for piece, values in super().pieces()]
         return ((piece, values.clone()) for piece, values in self._pieces)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -235,15 +235,14 @@ class Received:
 
     # --- Decoding --------------------------------------------------------------------------------------------------------
 
-    def pieces(self, *, without: Container[int] = ()) -> Iterator[tuple[Piece, Tensor]]:
-        """The mean, piece by piece: the values [y h, x w] with padding, in memory that is used again for the next.
+    def pieces(self) -> Iterator[tuple[Piece, Tensor]]:
+        """The mean, piece by piece: the values [y h, x w] with padding, in memory that is used again for the next."""
+        return self._pieces_of(range(len(self.plan.layout.groups)))
 
-        Args:
-            without: groups to leave out.
-        """
-        for number, group in enumerate(self.plan.layout.groups):
-            if number in without:
-                continue
+    def _pieces_of(self, numbers: Iterable[int]) -> Iterator[tuple[Piece, Tensor]]:
+        """Those of some groups."""
+        for number in numbers:
+            group = self.plan.layout.groups[number]
             if fast := self._kernels(group):
                 yield from self._fast_pieces(fast, number, group)
                 continue
@@ -348,33 +347,37 @@ class Received:
             rates: of each tensor.
             signs: whether to take the sign of the mean of each tensor.
         """
-        done = set[int]()
+        rest = []
         for number, group in enumerate(self.plan.layout.groups):
             fast = self._kernels(group)
             if fast is None or any(in_rows(g.whole, tensors[g.index], whole=False) is None for g in group.grids):
+                rest.append(number)
                 continue
             for piece, entries in self._entries(number, group, LONG):
                 i = piece.grid.index
                 part = in_rows(piece, tensors[i].detach(), whole=False)
                 assert part is not None
                 fast.step(entries, part, rate=rates[i], sign=signs[i])
-            done.add(number)
-        for i, part, mean in self.each(tensors, without=done):
+        for i, part, mean in self._beside(self._pieces_of(rest), tensors):
             part.sub_(mean.sign_() if signs[i] else mean, alpha=rates[i])
 
-    def each(self, tensors: Sequence[Tensor], *others: Sequence[Tensor | None], without: Container[int] = ()) -> Iterator[Any]:
+    def each(self, tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> Iterator[Any]:
         """Go through tensors and the mean side by side, a piece at a time, without a second copy of the model.
 
         Args:
             tensors: of the shapes that were encoded; write to the pieces to change them.
             others: more tensors of the same shapes, such as moments that belong to them; None where there is none.
-            without: groups to leave out.
 
         Yields:
             The tensor's place in the list, a piece of it, the mean of that piece, of the same shape, and the same piece of
             each of the others. The mean may be overwritten, and is valid until the next piece only: its memory is used again.
         """
-        for piece, values in self.pieces(without=without):
+        return self._beside(self.pieces(), tensors, *others)
+
+    def _beside(
+        self, pieces: Iterable[tuple[Piece, Tensor]], tensors: Sequence[Tensor], *others: Sequence[Tensor | None]
+    ) -> Iterator[Any]:
+        for piece, values in pieces:
             i = piece.grid.index
             here = [t.detach() for group in (tensors, *others) if (t := group[i]) is not None]
             matrices = [matrix_of(t, piece.grid) for t in here]

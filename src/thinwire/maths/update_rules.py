@@ -38,15 +38,18 @@ def whitened(g: Tensor, v: Tensor, *, b2: float, eps: float, step: int, clip: fl
 
     Args:
         g: the gradient, or a piece of it; not changed.
-        v: its running second moment; changed in place.
+        v: its running second moment; changed in place. In bfloat16 it is rounded to nearest after the step.
         b2: decay of the second moment.
         eps: see above.
         step: how many gradients there have been, this one included.
         clip: multiplies the gradient first.
     """
-    wide = g.to(v.dtype) if clip == 1 else g.to(v.dtype) * clip
-    v.mul_(b2).addcmul_(wide, wide, value=1 - b2)
-    root = v.sqrt().div_(math.sqrt(1 - b2**step)).add_(eps)
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    wide = g.to(dtype) if clip == 1 else g.to(dtype) * clip
+    square = (v if v.dtype == dtype else v.to(dtype)).mul_(b2).addcmul_(wide, wide, value=1 - b2)
+    if square is not v:
+        v.copy_(square)  # rounded to nearest; this step divides by what it was before
+    root = square.sqrt().div_(math.sqrt(1 - b2**step)).add_(eps)
     return torch.div(wide, root, out=root)
 
 
@@ -84,11 +87,15 @@ def whitening(
 
 def _all_whitened(g: list[Tensor], v: list[Tensor], *, b2: float, eps: float, step: int, clip: float = 1.0) -> Sequence[Tensor]:
     """`whitened` of many tensors in few operations."""
-    wide = [t.to(like.dtype) for t, like in zip(g, v, strict=True)]
+    dtypes = [torch.promote_types(t.dtype, torch.float32) for t in v]
+    wide, kept = [t.to(dtype) for t, dtype in zip(g, dtypes, strict=True)], v
+    v = [t.to(dtype) for t, dtype in zip(v, dtypes, strict=True)]  # the same tensors where they are as wide
     if isinstance(clip, Tensor) or clip != 1:
         wide = torch._foreach_mul(wide, clip)
     torch._foreach_mul_(v, b2)
     torch._foreach_addcmul_(v, wide, wide, value=1 - b2)
+    if narrow := [n for n, t in enumerate(kept) if t is not v[n]]:
+        torch._foreach_copy_([kept[n] for n in narrow], [v[n] for n in narrow])  # rounded to nearest
     root = torch._foreach_sqrt(v)
     torch._foreach_div_(root, math.sqrt(1 - b2**step))
     torch._foreach_add_(root, eps)

@@ -39,7 +39,6 @@ from thinwire.maths.update_rules import UpdateRule, apply_shared, check_group, r
 from thinwire.sharding.mesh import shard_of
 from thinwire.sharding.shards import local
 
-
 _MOST_IN_BF16 = 0.99  # of b2: measured, the root of v is 0.7% too large there, and 19% at 0.999
 
 
@@ -63,8 +62,8 @@ class DeMo(Algorithm):
         eps: of both.
         inflow: how gradients enter the momentum: times 1 ("gradient"), times lr ("lr", v1) or times 1 - beta ("ema", v2).
         weight_decay: decoupled, times lr.
-        moment: what the second moment of `whiten` is kept in: "fp32", or "bf16" for 2 bytes per parameter less, where the second
-            of `betas` is 0.99 or below.
+        moment: what the second moment of `whiten` is kept in: "fp32", or "bf16", for 2 bytes less per parameter, where the
+            second of `betas` is 0.99 or below.
         clip_norm: scale this worker's gradient down to this norm; 0 never.
         over: mean over the "senders" of an entry, as published, or over all "workers".
         robust: protect the mean from bad contributions: "median", "trimmed=0.25", "clip=1.5"; see `Mean.of`.
@@ -143,8 +142,8 @@ class DeMo(Algorithm):
         check_group(group, sharded=shard_of(group["params"])[1] > 1)
         if self.moment == "bf16" and group["betas"][1] > _MOST_IN_BF16:
             raise ConfigError(
-                f"moment='bf16' needs a second beta of at most {_MOST_IN_BF16}, got {group['betas'][1]!r}: a decay by less than "
-                "1% is half a unit of bfloat16's last place or below, and is lost, so that the moment grows; use moment='fp32'"
+                f"moment='bf16' needs a second beta of at most {_MOST_IN_BF16}, got {group['betas'][1]!r}: a decay by less "
+                "than 1% is lost in the rounding to bfloat16, so that the moment does not fall again; use moment='fp32'"
             )
 
     def local_step(self) -> None:

@@ -21,8 +21,9 @@ from thinwire.sharding.shards import Shards, local, reshard
 
 log = logging.getLogger("thinwire")
 
-# What a state slot begins as: zeros like the parameter, in float32 or wider or in bfloat16, a copy of it, zeros in the domain of the codec's transform, of all
-# blocks or of those that this worker owns, one zero, or what a function makes of the parameter (None: it has no such slot).
+# What a state slot begins as: zeros like the parameter, in float32 or wider or in bfloat16, a copy of it, zeros in the domain
+# of the codec's transform, of all blocks or of those that this worker owns, one zero, or what a function makes of the parameter
+# (None: it has no such slot).
 Start = Literal["zeros", "bf16 zeros", "param", "coded", "owed", "count"] | Callable[[Tensor], Tensor | None]
 
 COUNTERS = ("thinwire_step", "thinwire_round", "thinwire_synced")

@@ -133,7 +133,7 @@ class Wrapper(Algorithm):
 
     @classmethod
     def _exact_codec(cls, inner: Optimizer, link: Link) -> Codec | None:
-        """The codec of parameters of 16 bits that are sent as they are, where nothing is added up on the way; None elsewhere."""
+        """The codec of parameters of 16 bits that are sent as they are, where nothing is added up on the way; else None."""
         return narrow_dense(inner) if cls.sends_as_they_are and link.elastic is not None else None
 
     def work(self) -> float | None:

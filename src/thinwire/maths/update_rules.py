@@ -82,7 +82,7 @@ def whitening(
         b2 = groups[i]["betas"][1]
         return Whitening(v, b2, 1 / math.sqrt(1 - b2 ** steps[i]), groups[i]["eps"], clip)
 
-    return Made((g, v), make, make_all, kernel)
+    return Made((g, v), make, make_all, kernel if all(t.dtype == torch.float32 for t in (*g, *v)) else None)
 
 
 def _all_whitened(g: list[Tensor], v: list[Tensor], *, b2: float, eps: float, step: int, clip: float = 1.0) -> Sequence[Tensor]:

@@ -67,7 +67,8 @@ def _run(found: Kernels) -> list[bytes]:
         out += [slot.numpy().tobytes(), indices.tobytes(), values.tobytes(), mean.numpy().tobytes()]
         out.append(found.squares(both).tobytes())
         found.step(both, stepped := some((180, 100)), rate=0.1, sign=k == 3)
-        found.accumulate(slot, x, decay=0.5, scale=0.2, whitening=Whitening(v := some((192, 128), 2).square(), 0.9, 1.5, 0.1, 0.3))
+        whitening = Whitening(v := some((192, 128), 2).square(), 0.9, 1.5, 0.1, 0.3)
+        found.accumulate(slot, x, decay=0.5, scale=0.2, whitening=whitening)
         out += [stepped.numpy().tobytes(), v.numpy().tobytes(), slot.numpy().tobytes()]
     return out
 

@@ -48,9 +48,12 @@ def receiver(size: str) -> None:
     for _ in sys.stdin:
         started = time.thread_time()
         received = receive()
-        rms = received.squares()
-        for i, p, q in received.each(params):
-            p.sub_(q, alpha=LR / max(rms[i], 1e-30) ** 0.5)
+        rates = [LR / max(square, 1e-30) ** 0.5 for square in received.squares()]
+        if hasattr(received, "step"):
+            received.step(params, rates, [False] * len(params))
+        else:  # older trees
+            for i, p, q in received.each(params):
+                p.sub_(q, alpha=rates[i])
         print(time.thread_time() - started, flush=True)
 
 

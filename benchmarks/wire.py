@@ -86,8 +86,7 @@ class DeMo:
         )
         self.link.commit()
         got.take_from(m)
-        for _, p, q in got.each(self.params):
-            p.add_(q.sign_(), alpha=-LR)
+        got.step(self.params, [LR] * len(m), [True] * len(m))
 
 
 def take_turns(ways: dict[str, Callable[[], Any]], repeats: int) -> dict[str, dict[str, float]]:

@@ -36,7 +36,8 @@ from thinwire import (
 )
 from thinwire.algorithms import found
 from thinwire.core import deferred
-from thinwire.errors import NonFiniteRound
+from thinwire.core.offload import Offload
+from thinwire.errors import ConfigError, NonFiniteRound
 from thinwire.links.base import Done, Ticket
 from thinwire.network import Op
 from thinwire.optim import QHAdam
@@ -233,6 +234,15 @@ METHODS: dict[str, Make] = {
     "demo": lambda params, link: DeMo(params, link, lr=0.05, codec=SPARSE, phi="sign", weight_decay=0.1),
     "decoupled-diloco": lambda params, link: DecoupledDiLoCo(adamw(params, foreach=True), link, H=3, codec=SPARSE),
 }
+OFFLOADED: dict[str, Make] = {
+    "diloco": lambda params, link: DiLoCo(adamw(params, foreach=True), link, H=3, offload="host"),
+    "streaming": lambda params, link: StreamingDiLoCo(
+        adamw(params, foreach=True), link, H=4, fragments=2, tau=1, alpha=0.5, offload="host"
+    ),
+    "decoupled-diloco": lambda params, link: DecoupledDiLoCo(
+        adamw(params, foreach=True), link, H=3, outer_momentum=0.5, codec=SPARSE, offload="host"
+    ),
+}
 
 
 def trained(
@@ -290,6 +300,59 @@ def test_training_on_a_device_is_that_on_a_cpu_bit_for_bit(
     caplog.clear()
     assert_same(there, trained(METHODS[name], backend=None, spoil=bad_gradients))
     assert told == sorted(r.message for r in caplog.records if "NaN or Inf" in r.message) != []
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_what_rests_on_the_host_between_rounds_has_the_same_bits(name: str) -> None:
+    there = trained(OFFLOADED[name], backend="nccl", spoil=bad_gradients)
+    assert_same(there, trained(OFFLOADED[name], backend=None, spoil=bad_gradients))
+
+
+def test_what_rests_on_the_host_has_the_same_bits_after_a_refused_round() -> None:
+    there = trained(OFFLOADED["diloco"], backend="nccl", steps=6, spoil=bad_parameters)
+    assert_same(there, trained(OFFLOADED["diloco"], backend=None, steps=6, spoil=bad_parameters))
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_what_rests_on_the_host_travels_once_a_round_and_the_host_never_waits_for_it(name: str) -> None:
+    seen = syncs.audit(OFFLOADED[name], backend="nccl")
+    if name != "streaming":  # where a fragment is sent or arrives at every step
+        assert not [c for c in seen[syncs.LOCAL].crossings if c.file == "core/offload.py"]
+    copies = [c for c in seen[syncs.ROUND].crossings if c.file == "core/offload.py"]
+    assert copies and not any(c.blocking for c in seen[syncs.ROUND].crossings)
+    there, back = (sum(c.nbytes for c in copies if c.kind == kind) for kind in (TO_DEVICE, TO_HOST))
+    assert there == back > 0
+
+
+def test_between_rounds_anchors_and_momenta_are_on_the_host_and_so_they_are_saved() -> None:
+    def work(link: Link) -> None:
+        with Audit():
+            params = [nn.Parameter(on_device(torch.ones(4, 3)))]
+            opt = OFFLOADED["diloco"](params, syncs.PretendLink(link, "nccl"))
+            other = OFFLOADED["diloco"](params, syncs.PretendLink(link, "nccl"))
+            for _ in range(4):
+                params[0].grad = on_device(torch.full((4, 3), 0.5))
+                opt.step()
+            saved = opt.state_dict()
+            kept = {name: t.device.type for name, t in saved["state"][0].items() if name in ("anchor", "momentum")}
+            assert kept == {"anchor": "cpu", "momentum": "cpu"}
+            other.load_state_dict(saved)
+            for name in kept:
+                assert torch.equal(other.state[params[0]][name], saved["state"][0][name])
+            assert other.state[params[0]]["anchor"].device.type == "cpu"
+
+    World(2, step_time=0.0).run(work)
+
+
+def test_offload_is_one_of_two_places_and_not_for_workers_that_come_and_go() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="offload must be one of 'none', 'host', got 'disk'"):
+        DiLoCo(adamw(model.parameters()), SoloLink(), offload="disk")  # type: ignore[arg-type]
+    with Audit():
+        params = [on_device(torch.ones(3))]
+        link = type("Coming", (SoloLink,), {"elastic": object()})()
+        with pytest.raises(ConfigError, match="here workers come and go: leave it out"):
+            Offload.check(params, link)
 
 
 def test_clipping_by_a_factor_that_nobody_looks_at_is_that_on_a_cpu() -> None:

@@ -199,6 +199,40 @@ def test_whitening_divides_each_workers_gradient_by_its_own_second_moment() -> N
         assert_close(params, before, 1e-4)
 
 
+@pytest.mark.parametrize("kernels", ["off", "auto"])
+def test_a_second_moment_in_bf16_is_half_as_large_and_training_hardly_another(
+    kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THINWIRE_KERNELS", kernels)
+    found = {}
+    for moment in ("fp32", "bf16"):
+        x = [nn.Parameter(torch.ones(64, 64)), nn.Parameter(torch.ones(5))]
+        opt = DeMo(x, SoloLink(), lr=0.01, codec=Float(), phi="sgd", moment=moment)  # type: ignore[arg-type]
+        random = torch.Generator().manual_seed(0)
+        for _ in range(40):
+            for p in x:
+                p.grad = torch.randn(p.shape, generator=random)
+            opt.step()
+        found[moment] = [opt.state[p]["own_v"] for p in x], torch.cat([p.detach().flatten() for p in x])
+    (wide, there), (narrow, here) = found["fp32"], found["bf16"]
+    assert all(v.dtype == torch.bfloat16 for v in narrow) and all(v.dtype == torch.float32 for v in wide)
+    for a, b in zip(wide, narrow, strict=True):
+        torch.testing.assert_close(a.sqrt(), b.float().sqrt(), rtol=0.02, atol=0)
+    assert 0 < float((there - here).abs().max()) < 0.01 * float((there - 1).abs().max())
+    other = DeMo(x, SoloLink(), lr=0.01, codec=Float(), phi="sgd", moment="bf16")
+    other.load_state_dict(opt.state_dict())
+    assert all(torch.equal(other.state[p]["own_v"], opt.state[p]["own_v"]) for p in x)
+
+
+def test_a_second_moment_in_bf16_is_refused_where_its_decay_would_be_lost() -> None:
+    x = [nn.Parameter(torch.ones(4))]
+    DeMo(x, SoloLink(), moment="bf16", betas=(0.9, 0.99))
+    with pytest.raises(ConfigError, match=r"needs a second beta of at most 0.99, got 0.995: a decay by less than 1% is lost"):
+        DeMo(x, SoloLink(), moment="bf16", betas=(0.9, 0.995))
+    with pytest.raises(ConfigError, match="moment must be one of 'fp32', 'bf16', got 'fp16'"):
+        DeMo(x, SoloLink(), moment="fp16")  # type: ignore[arg-type]
+
+
 def test_phi_unit_with_everything_sent_moves_each_tensor_by_lr_in_the_root_mean_square() -> None:
     expected = on_the_mean_gradient(lambda p: _Unit(p, 0.1), 3, 5, EVEN)
     for codec in EVERYTHING:

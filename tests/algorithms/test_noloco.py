@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.conformance.training import assert_close, assert_same, backward, model_of, sgd, snapshot, train
 from tests.processes import Pool
 from tests.tiers import first_quick
-from thinwire import DiLoCo, Flaky, Int8, Link, LocalSGD, Metered, Network, NoLoCo, SoloLink, World
+from thinwire import DataParallel, DiLoCo, Flaky, Int8, Link, LocalSGD, Metered, Network, NoLoCo, SoloLink, World
 from thinwire.algorithms.noloco import partner_of
 from thinwire.codecs import Dense
 from thinwire.codecs.wire import HEADER_NBYTES, PART_NBYTES
@@ -458,3 +458,27 @@ def test_it_says_that_there_is_no_common_model() -> None:
     assert "no model in common" in opt.evaluated
     assert opt.codec == Dense("bf16", gather=True)
     assert opt.settings["gamma"] == opt.outer_lr == 0.7
+
+
+def test_bf16_parameters_are_sent_as_bf16_where_that_is_exact() -> None:
+    def train_bf16(link: Link, codec: Dense | None) -> tuple[Tensor, int]:
+        x = nn.Parameter(torch.linspace(-3, 5, 40).bfloat16())
+        torch.manual_seed(link.rank)
+        opt = NoLoCo(torch.optim.SGD([x], lr=0.1), link, H=1, codec=codec)
+        for _ in range(3):
+            x.grad = torch.randn(40).bfloat16()
+            opt.step()
+        return x.detach(), opt.message_nbytes()
+
+    ours, wide = (World(2).run(lambda link, codec=codec: train_bf16(link, codec)) for codec in (None, Dense(gather=True)))
+    for (a, short), (b, long) in zip(ours, wide, strict=True):
+        assert torch.equal(a, b) and long - short == 40 * 2
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(3).bfloat16())], lr=0.1)
+    assert NoLoCo(inner, SoloLink(), gamma=0.9).codec == Dense(gather=True), "phi is in it, in float32"
+    coming = type("Coming", (SoloLink,), {"elastic": object()})()
+    for kind in (LocalSGD, DataParallel):
+        assert kind._exact_codec(inner, coming) == Dense("bf16")
+        assert kind._exact_codec(inner, SoloLink()) is None, "a ring adds up in the dtype of the wire"
+    assert DiLoCo._exact_codec(inner, coming) is None, "the anchor is float32, so differences are"
+    both = torch.optim.SGD([nn.Parameter(torch.ones(3).bfloat16()), nn.Parameter(torch.ones(3))], lr=0.1)
+    assert LocalSGD._exact_codec(both, coming) is None

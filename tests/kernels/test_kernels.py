@@ -15,7 +15,8 @@ from thinwire.codecs import Chain, Messages
 from thinwire.codecs.indices import EliasFano
 from thinwire.codecs.stages import Row
 from thinwire.errors import FingerprintMismatch, WireError
-from thinwire.kernels import Entries, Kernels, build
+from thinwire.kernels import Entries, Kernels, Whitening, build
+from thinwire.maths.update_rules import whitened
 from thinwire.payload import Payload
 
 pytestmark = pytest.mark.skipif(
@@ -65,6 +66,10 @@ def _run(found: Kernels) -> list[bytes]:
         found.subtract(slot, indices, values, 0.2)
         out += [slot.numpy().tobytes(), indices.tobytes(), values.tobytes(), mean.numpy().tobytes()]
         out.append(found.squares(both).tobytes())
+        found.step(both, stepped := some((180, 100)), rate=0.1, sign=k == 3)
+        whitening = Whitening(v := some((192, 128), 2).square(), 0.9, 1.5, 0.1, 0.3)
+        found.accumulate(slot, x, decay=0.5, scale=0.2, whitening=whitening)
+        out += [stepped.numpy().tobytes(), v.numpy().tobytes(), slot.numpy().tobytes()]
     return out
 
 
@@ -204,6 +209,52 @@ def test_signs_are_read_as_by_the_plain_path(on: Kernels, k: int) -> None:
     assert sign.read_into(raw, row, 2 * k, 6 * k, out)
     np.testing.assert_array_equal(out, back[2 * k : 6 * k])
     assert not sign.read_into(raw, row, 1, k + 1, out) and not sign.read_into(raw, Row(k, (2 * k + 1,)), 0, k, out)
+
+
+@pytest.mark.parametrize("k", [32, 12, 5])
+def test_signs_are_written_as_by_the_plain_path_or_not_at_all(on: Kernels, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    row, random, written = Row(k, (3 * k, 4 * k)), np.random.default_rng(3), []
+    for spread in (0, 3, 40):  # of magnitudes, in powers of two: in the last a mean may depend on the order of additions
+        values = (random.standard_normal(7 * k) * np.exp2(random.uniform(-spread, spread, 7 * k))).astype(np.float32)
+        values[k : 2 * k] = 0
+        values[0] = -0.0
+        room = np.zeros(Sign().nbytes_of(row), np.uint8)
+        written.append(on.write_signs(values, k, room, np.empty_like(values)))
+        found = []
+        for setting in ("off", "auto"):
+            monkeypatch.setenv(kernels.SETTING, setting)
+            found.append(Sign().write(values, row))
+        np.testing.assert_array_equal(*(raw for raw, _ in found))
+        np.testing.assert_array_equal(*(back.view(np.uint32) for _, back in found))
+    assert written == [True, True, False]
+    values[3] = np.nan
+    assert not on.write_signs(values, k, room, np.empty_like(values)), "what is not finite is left to the plain path"
+
+
+@pytest.mark.parametrize("sign", [False, True])
+@pytest.mark.parametrize("shape", [(128, 192), (100, 130), (65, 64)])
+def test_a_step_has_the_bits_of_the_mean_and_of_torchs_subtraction(on: Kernels, shape: tuple[int, int], sign: bool) -> None:
+    Y, X = (-(-n // 64) for n in shape)
+    for k in (9, 110, 700):
+        sets = [torch.randperm(4096, generator=torch.Generator().manual_seed(n))[:k].sort().values for n in range(2 * Y * X)]
+        indices = torch.stack(sets).view(2, Y * X, k).numpy().astype(np.uint16)
+        entries = Entries(indices, some((2, Y * X * k), k).numpy(), None, 0.0)
+        mean, x = torch.empty(64 * Y, 64 * X), some((shape[0], shape[1] + 3), 7)[:, 2:-1]  # rows further apart than long
+        on.mean(entries, mean)
+        due = x.clone()
+        mean = mean[: shape[0], : shape[1]]
+        due.sub_(mean.sign() if sign else mean, alpha=0.3)
+        on.step(entries, x, rate=0.3, sign=sign)
+        assert torch.equal(x, due)
+
+
+def test_whitened_by_the_kernels_is_whitened_by_torch_up_to_rounding(on: Kernels) -> None:
+    g, v, out = some((128, 64)), some((128, 64), 1).square(), torch.zeros(128, 64)
+    before, plain = v.clone(), torch.zeros(128, 64)
+    on.accumulate(out, g, decay=0.0, scale=1.0, whitening=Whitening(v, 0.95, 1 / (1 - 0.95**3) ** 0.5, 1e-8, 0.5))
+    on.accumulate(plain, whitened(g, before, b2=0.95, eps=1e-8, step=3, clip=0.5), decay=0.0, scale=1.0)
+    torch.testing.assert_close(v, before, rtol=1e-6, atol=0)
+    torch.testing.assert_close(out, plain, rtol=0, atol=2e-5)
 
 
 # --- Rounds --------------------------------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ class DataParallel(Wrapper):
 
     name = "data-parallel"
     replicated = frozenset({"param", "inner"})
+    sends_as_they_are = True
 
     def __init__(
         self,

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.codecs import DCT, Codec, CodecSchedule, Identity, Made, Mean, Sign, Ternary, TopK, TwoBit
+from thinwire.core.offload import Place
 from thinwire.core.optimizer import PolicyOptions, Start
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.slots import overwrite
@@ -63,6 +64,8 @@ class DecoupledDiLoCo(Wrapper):
             them is dropped.
         pace: "equal" steps on all workers; "speed" lets a slower worker take fewer of the H steps of a round, by measured
             speed, and weighs its contribution by the steps it took.
+        offload: "host" keeps anchor, momentum and velocity in the host's memory between rounds, for parameters on a device; see
+            the docs on memory. The same numbers.
         codec: what is sent of the momentum, or a `CodecSchedule`.
         options: see `thinwire.Policy`.
     """
@@ -87,6 +90,7 @@ class DecoupledDiLoCo(Wrapper):
         robust: str = "",
         tau: int = 0,
         pace: Literal["equal", "speed"] = "equal",
+        offload: Place = "none",
         codec: Codec | CodecSchedule | None = None,
         **options: Unpack[PolicyOptions],
     ):
@@ -106,7 +110,8 @@ class DecoupledDiLoCo(Wrapper):
         settings = {"H": H, "mode": mode, "outer_lr": outer_lr, "beta": beta, "outer_momentum": outer_momentum}
         settings |= {"nesterov": nesterov, "over": self.mean.over, "robust": robust, "tau": tau, "pace": pace}
         slots: dict[str, Start] = {"anchor": "param", "momentum": "zeros", "velocity": "zeros"}
-        super().__init__(inner, link, H=H, tau=tau, codec=codec, slots=slots, settings=settings, pace=pace, **options)
+        base = {"codec": codec, "slots": slots, "settings": settings, "pace": pace, "offload": offload, **options}
+        super().__init__(inner, link, H=H, tau=tau, **base)
 
     @classmethod
     def sparseloco(cls, inner: Optimizer, link: Link, **settings: Any) -> Self:

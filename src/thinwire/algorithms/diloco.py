@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.codecs import Codec, CodecSchedule, Dense, Mean
+from thinwire.core.offload import Place
 from thinwire.core.optimizer import PolicyOptions, Start
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.wrapper import Wrapper
@@ -58,6 +59,8 @@ class DiLoCo(Wrapper):
         pace: "equal" steps on all workers; "speed" lets a slower worker take fewer of the H steps of a round, by measured
             speed, and weighs its difference by the steps it took.
         feedback: f, part of rounding errors sent later.
+        offload: "host" keeps anchor and outer momentum in the host's memory between rounds, for parameters on a device; see
+            the docs on memory. The same numbers.
         codec: what is sent of the differences, or a `CodecSchedule`; dense float32 by default.
         options: see `thinwire.Policy`.
     """
@@ -82,6 +85,7 @@ class DiLoCo(Wrapper):
         tau: int = 0,
         pace: Literal["equal", "speed"] = "equal",
         feedback: float = 0.0,
+        offload: Place = "none",
         codec: Codec | CodecSchedule | None = None,
         **options: Unpack[PolicyOptions],
     ):
@@ -99,7 +103,8 @@ class DiLoCo(Wrapper):
         settings |= {"merge": merge, "robust": robust, "tau": tau, "pace": pace}
         settings |= {"feedback": feedback} if feedback else {}
         slots: dict[str, Start] = {"anchor": "param", "momentum": "zeros", "residual": "zeros"}
-        super().__init__(inner, link, H=H, tau=tau, codec=codec, slots=slots, settings=settings, pace=pace, **options)
+        base = {"codec": codec, "slots": slots, "settings": settings, "pace": pace, "offload": offload, **options}
+        super().__init__(inner, link, H=H, tau=tau, **base)
 
     def wants(self, slot: str, group: Mapping[str, Any]) -> bool:  # noqa: ARG002
         """A residual is kept only with feedback."""

@@ -48,6 +48,7 @@ class LocalSGD(Wrapper):
     name = "local-sgd"
     synced = frozenset({"param"})
     replicated = frozenset({"anchor"})
+    sends_as_they_are = True
     rounds_leave_inner = True
 
     def __init__(

@@ -34,7 +34,7 @@ from thinwire.codecs.base import check_codec
 from thinwire.codecs.shared_seed import numbers
 from thinwire.core.optimizer import PolicyOptions, Start
 from thinwire.core.outgoing import Arrived, Outgoing
-from thinwire.core.wrapper import Wrapper
+from thinwire.core.wrapper import Wrapper, narrow_dense
 from thinwire.errors import ConfigError, check_not_negative
 from thinwire.links.base import Link, pair_of
 from thinwire.schedules import Schedule
@@ -58,7 +58,7 @@ class NoLoCo(Wrapper):
         outer_lr: eta; 0.7 in the authors' configs.
         outer_momentum: mu; 0.3 in the authors' configs.
         gamma: how strongly the two of a pair are drawn together; by default eta, as in the authors' code.
-        codec: dense, in any dtype; float32 by default.
+        codec: dense, in any dtype; by default float32, or the parameters' own dtype where that is exact: 16 bits and no gamma.
         options: see `thinwire.Policy`.
     """
 
@@ -84,6 +84,8 @@ class NoLoCo(Wrapper):
             raise ConfigError(f"outer_momentum must be in [0, 1), got {outer_momentum!r}")
         gamma = outer_lr if gamma is None else gamma
         check_not_negative("gamma", gamma)
+        if codec is None and gamma == outer_lr and isinstance(inner, Optimizer):
+            codec = narrow_dense(inner)  # s is x itself
         codec = Dense() if codec is None else check_codec(codec)
         if not isinstance(codec, Dense):
             raise ConfigError(

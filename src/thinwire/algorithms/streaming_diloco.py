@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from thinwire.codecs import Codec
 from thinwire.core.fragments import FragmentLayout, Fragments
+from thinwire.core.offload import Place
 from thinwire.core.optimizer import PolicyOptions, Start
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.slots import overwrite
@@ -58,6 +59,8 @@ class StreamingDiLoCo(Fragments, Wrapper):
         outer_momentum: mu.
         nesterov: Nesterov's form as in the paper, or plain heavy-ball momentum.
         merge: "mean" of the differences, or "rda", which keeps their length; see `thinwire.maths.outer`.
+        offload: "host" keeps anchor and outer momentum in the host's memory, for parameters on a device, but for fragments of a
+            round while it lasts; see the docs on memory. The same numbers.
         codec: what is sent of the differences; dense float32 by default, `Fp4()` in the paper.
         options: see `thinwire.Policy`.
     """
@@ -79,6 +82,7 @@ class StreamingDiLoCo(Fragments, Wrapper):
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         merge: MergeRule = "mean",
+        offload: Place = "none",
         codec: Codec | None = None,
         **options: Unpack[PolicyOptions],
     ):
@@ -90,7 +94,7 @@ class StreamingDiLoCo(Fragments, Wrapper):
         settings = {"H": H, "tau": tau, "alpha": alpha, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
         settings |= {"nesterov": nesterov, "merge": merge}
         slots: dict[str, Start] = {"anchor": "param", "momentum": "zeros"}
-        base = {"codec": codec, "slots": slots, "settings": settings, **options}
+        base = {"codec": codec, "slots": slots, "settings": settings, "offload": offload, **options}
         super().__init__(inner, link, H=H, fragments=fragments, layout=layout, tau=tau, **base)
 
     def send(self) -> Outgoing:

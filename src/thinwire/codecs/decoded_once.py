@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -19,6 +19,11 @@ class DecodedOnce(Received):
     _pieces: list[tuple[Piece, Tensor]] | None = None
     _whole: list[tuple[int, Tensor]] | None = None
     _squares: list[float] | None = None
+
+    def step(self, tensors: Sequence[Tensor], rates: Sequence[float], signs: Sequence[bool]) -> None:
+        """See `Received`; the same bits by another way."""
+        for i, part, mean in self.each(tensors):
+            part.sub_(mean.sign_() if signs[i] else mean, alpha=rates[i])
 
     def pieces(self) -> Iterator[tuple[Piece, Tensor]]:
         """The mean, piece by piece, each in memory of its own."""

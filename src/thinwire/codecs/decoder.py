@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import embedding_bag
 
 from thinwire.codecs.base import Messages
 from thinwire.codecs.bits import Bytes
 from thinwire.codecs.indices import IndexCode
-from thinwire.codecs.layout import BATCH, Batch, Group, Piece, matrix_of, write_back
+from thinwire.codecs.inverse import HOT, first_half, second_half
+from thinwire.codecs.layout import BATCH, LONG, Batch, Group, Piece, in_rows, matrix_of, write_back
 from thinwire.codecs.message_plan import Message, Plan, Section, narrow
 from thinwire.codecs.stages import DENSE_GROUP, RUN, Floats, Stages
 from thinwire.codecs.wire import same_part
@@ -34,9 +34,7 @@ from thinwire.kernels import Entries, Kernels
 from thinwire.payload import Payload
 
 _AT_ONCE = 1 << 12  # blocks whose indices are decoded in one go, of one worker or of several
-_HOT = 1 << 18  # entries of a piece that is still in the second-level cache when it is applied
 _MERGED = 1 << 17  # entries of all workers that are merged at once: more workers take smaller batches, not more memory
-_DENSE_ROW = 8  # entries per row from which on a dense product is faster than a sparse one
 _TOGETHER = 1 << 21  # values of all workers up to which all tensors that are sent whole are read in one go
 
 
@@ -239,7 +237,12 @@ class Received:
 
     def pieces(self) -> Iterator[tuple[Piece, Tensor]]:
         """The mean, piece by piece: the values [y h, x w] with padding, in memory that is used again for the next."""
-        for number, group in enumerate(self.plan.layout.groups):
+        return self._pieces_of(range(len(self.plan.layout.groups)))
+
+    def _pieces_of(self, numbers: Iterable[int]) -> Iterator[tuple[Piece, Tensor]]:
+        """Those of some groups."""
+        for number in numbers:
+            group = self.plan.layout.groups[number]
             if fast := self._kernels(group):
                 yield from self._fast_pieces(fast, number, group)
                 continue
@@ -248,24 +251,24 @@ class Received:
             rows, out = torch.zeros(entries, device=self.device), torch.empty(entries, device=self.device)
             for batch in batches:
                 place, mean = self._merge(number, group, batch)
-                coefficients = self._first_half(batch, place, mean, rows)
-                yield from self._second_half(batch, coefficients, out)
+                coefficients = first_half(self.chain, self.round, batch, place, mean, rows)
+                yield from second_half(self.chain, self.round, batch, coefficients, out)
 
     def _kernels(self, group: Group) -> Kernels | None:
         """The C kernels, where they know these blocks and this mean."""
         known = self.chain.selection.indexed and not self.mean.trimmed
         return self.chain.kernels(group.h, group.w, self.device) if known else None
 
-    def _entries(self, number: int, group: Group) -> Iterator[tuple[Piece, Entries]]:
-        """What all workers sent, piece by piece, for the kernels."""
+    def _entries(self, number: int, group: Group, most: int = HOT) -> Iterator[tuple[Piece, Entries]]:
+        """What all workers sent, in pieces of so many entries, for the kernels."""
         k, room = self.plan.of_group[number][0].k, self._indices[number]
         assert room is not None
         weights = None if (self._weights == 1).all() else self._weights
         total = float(self._weights.sum()) if self.mean.over == "workers" else 0.0
         blocks = max(1, 2 * _MERGED // (k * len(self._bodies)))  # there is no copy of the entries to make room for
-        for batch in group.batches_of(min(BATCH, blocks * group.L)):
+        for batch in group.batches_of(min(max(BATCH, most), blocks * group.L)):
             values = self._weighted(number, batch.start * k, batch.stop * k)
-            for piece in (part for whole in batch.pieces for part in whole.split(_HOT)):
+            for piece in (part for whole in batch.pieces for part in whole.split(most)):
                 first, last = piece.start, piece.start + piece.blocks
                 here = values[:, (first - batch.start) * k : (last - batch.start) * k]
                 yield piece, Entries(room[:, first:last], here, weights, total)
@@ -305,7 +308,7 @@ class Received:
         found = [0.0] * len(self.plan.layout.shapes)
         for number, group in enumerate(self.plan.layout.groups):
             if fast := self._kernels(group):  # merged twice: that takes less than to keep the means
-                blocks = np.concatenate([fast.squares(entries) for _, entries in self._entries(number, group)])
+                blocks = np.concatenate([fast.squares(entries) for _, entries in self._entries(number, group, LONG)])
                 for grid in group.grids:  # exact sums, whatever the order
                     found[grid.index] = math.fsum(blocks[grid.first : grid.first + grid.blocks])
                 continue
@@ -336,6 +339,28 @@ class Received:
             out[i].copy_(values.view(shapes[i]))
         return out
 
+    def step(self, tensors: Sequence[Tensor], rates: Sequence[float], signs: Sequence[bool]) -> None:
+        """Tensors <- tensors - rate * mean, or rate * sign(mean): by the C kernels while a block is in cache, where they can.
+
+        Args:
+            tensors: of the shapes that were encoded; changed in place.
+            rates: of each tensor.
+            signs: whether to take the sign of the mean of each tensor.
+        """
+        rest = []
+        for number, group in enumerate(self.plan.layout.groups):
+            fast = self._kernels(group)
+            if fast is None or any(in_rows(g.whole, tensors[g.index], whole=False) is None for g in group.grids):
+                rest.append(number)
+                continue
+            for piece, entries in self._entries(number, group, LONG):
+                i = piece.grid.index
+                part = in_rows(piece, tensors[i].detach(), whole=False)
+                assert part is not None
+                fast.step(entries, part, rate=rates[i], sign=signs[i])
+        for i, part, mean in self._beside(self._pieces_of(rest), tensors):
+            part.sub_(mean.sign_() if signs[i] else mean, alpha=rates[i])
+
     def each(self, tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> Iterator[Any]:
         """Go through tensors and the mean side by side, a piece at a time, without a second copy of the model.
 
@@ -347,7 +372,12 @@ class Received:
             The tensor's place in the list, a piece of it, the mean of that piece, of the same shape, and the same piece of
             each of the others. The mean may be overwritten, and is valid until the next piece only: its memory is used again.
         """
-        for piece, values in self.pieces():
+        return self._beside(self.pieces(), tensors, *others)
+
+    def _beside(
+        self, pieces: Iterable[tuple[Piece, Tensor]], tensors: Sequence[Tensor], *others: Sequence[Tensor | None]
+    ) -> Iterator[Any]:
+        for piece, values in pieces:
             i = piece.grid.index
             here = [t.detach() for group in (tensors, *others) if (t := group[i]) is not None]
             matrices = [matrix_of(t, piece.grid) for t in here]
@@ -363,38 +393,3 @@ class Received:
                 write_back(matrix, tensor)
         for i, values in self.dense():
             yield i, tensors[i].detach(), values.view(tensors[i].shape), *(group[i] for group in others)
-
-    def _first_half(self, batch: Batch, place: NDArray[np.int64], mean: Floats, rows: Tensor) -> Tensor:
-        """Q P_w for all blocks of a batch, in the order of the pieces: flat."""
-        w, total = batch.pieces[0].grid.w, batch.starts[-1]
-        P_w = self.chain.transform.matrix(w, self.round, self.device)
-        values = torch.from_numpy(mean).to(self.device)
-        if P_w is not None and len(place) <= _DENSE_ROW * (total // w):
-            if self.chain.selection.indexed is False:
-                order = np.argsort(place, kind="stable")
-                place, values = place[order], values[torch.from_numpy(order)]
-            row = place // w if w & (w - 1) else place >> (w.bit_length() - 1)
-            ends = np.bincount(row, minlength=total // w).cumsum()
-            offsets = torch.from_numpy(np.concatenate([[0], ends[:-1]])).to(self.device)
-            col = torch.from_numpy(place - row * w).to(self.device)
-            return embedding_bag(col, P_w, offsets, mode="sum", per_sample_weights=values).view(-1)
-        flat = rows[:total]
-        at = torch.from_numpy(place).to(self.device)
-        flat.index_copy_(0, at, values)
-        out = flat.clone() if P_w is None else torch.mm(flat.view(-1, w), P_w).view(-1)
-        flat.index_fill_(0, at, 0.0)
-        return out
-
-    def _second_half(self, batch: Batch, coefficients: Tensor, out: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-        """P_h^T of it."""
-        h = batch.pieces[0].grid.h
-        P_h = self.chain.transform.matrix(h, self.round, self.device)
-        for whole, start in zip(batch.pieces, batch.starts, strict=False):
-            for piece in whole.split(_HOT):
-                n = math.prod(piece.shape)
-                part = coefficients[start : start + n]
-                start += n
-                if P_h is not None:
-                    strips = (piece.y, h, piece.shape[1])
-                    part = torch.bmm(P_h.T.expand(piece.y, h, h), part.view(strips), out=out[:n].view(strips))
-                yield piece, part.view(piece.shape)

@@ -21,13 +21,13 @@ from torch import Tensor
 from thinwire.codecs.base import Messages
 from thinwire.codecs.bits import Bytes
 from thinwire.codecs.decoder import Received
-from thinwire.codecs.layout import BATCH, Batch, Group, Piece, Shape, padded
+from thinwire.codecs.layout import BATCH, LONG, Batch, Group, Piece, Shape, in_rows, padded
 from thinwire.codecs.made import Made, piece_of
 from thinwire.codecs.message_plan import Kept, Message, Plan, narrow, plan_of, rows_of, shapes_of
 from thinwire.codecs.stages import Floats, Stages
 from thinwire.codecs.wire import with_checksum
 from thinwire.errors import ConfigError
-from thinwire.kernels import Kernels
+from thinwire.kernels import Kernels, Whitening
 from thinwire.payload import Payload, describe
 
 _HOT = 1 << 18  # entries that are made, transformed and selected while they are in the second-level cache, by the C kernels
@@ -86,10 +86,10 @@ class Encoded(Message):
 
 
 class _Workspace:
-    """Memory for one batch of a group, allocated once a message."""
+    """Memory for one batch of a group, allocated once a message; and whether the C kernels work on it."""
 
-    def __init__(self, batches: Sequence[Batch], device: torch.device):
-        n = max(b.starts[-1] for b in batches)
+    def __init__(self, batches: Sequence[Batch], device: torch.device, *, in_kernels: bool = False):
+        n, self.in_kernels = max(b.starts[-1] for b in batches), in_kernels
         self.copy, self.first, self.second = (torch.empty(n, device=device) for _ in range(3))
 
 
@@ -101,6 +101,7 @@ class _Coefficients:
     x: Tensor | None = None
     decay: float = 0.0
     scale: float = 1.0
+    whitening: Whitening | None = None  # of x, by the C kernels
 
 
 _Source = Callable[[Piece, int, _Workspace], _Coefficients]  # of a piece that begins at this entry of its batch
@@ -146,7 +147,7 @@ def _transform(chain: Stages, fast: Kernels | None, piece: Piece, c: _Coefficien
     if c.x is None:
         return
     if fast is not None:
-        fast.accumulate(c.out, c.x, decay=c.decay, scale=c.scale)
+        fast.accumulate(c.out, c.x, decay=c.decay, scale=c.scale, whitening=c.whitening)
         return
     x, out, h, w, device = c.x, c.out, piece.grid.h, piece.grid.w, c.out.device
     P_h, P_w = chain.transform.matrix(h, round, device), chain.transform.matrix(w, round, device)
@@ -219,12 +220,19 @@ def encode_slots(
         out = piece.of_slot(slots[i])
         if scale is None:
             return _Coefficients(out)
-        return _Coefficients(out, padded(piece, piece_of(tensors, piece), work.copy), decay[i], scale[i])
+        x, whitening = None, None
+        if work.in_kernels and isinstance(tensors, Made):
+            x, whitening = tensors.to_whiten(piece) or (None, None)
+        elif work.in_kernels:
+            x = in_rows(piece, tensors[i])
+        x = padded(piece, piece_of(tensors, piece), work.copy) if x is None else x
+        return _Coefficients(out, x, decay[i], scale[i], whitening)
 
     if scale is not None:
         for i in plan.layout.dense:
             _blend(slots[i], tensors[i].detach().to(slots[i].dtype), decay[i], scale[i])
-    return _encode(chain, slots, plan, source, round, write)
+    once = made is None or made.whitening is not None  # from memory into the slots, without a stop in between
+    return _encode(chain, slots, plan, source, round, write, batch=LONG if once else _HOT)
 
 
 def _encode(
@@ -234,11 +242,13 @@ def _encode(
     source: _Source,
     round: int,
     write: Write | None = None,
+    *,
+    batch: int = _HOT,
 ) -> Encoded:
     device = (tensors.sources[0] if isinstance(tensors, Made) else tensors)[0].device if len(tensors) else torch.device("cpu")
     dense = [tensors[i].detach().reshape(-1).float().cpu() for i in plan.layout.dense]
     whole = torch.cat(dense).numpy() if dense else np.empty(0, np.float32)
-    chosen = [_keep(chain, group, chain.selection.count(group.L), source, device, round) for group in plan.layout.groups]
+    chosen = [_keep(chain, group, source, device, round, batch) for group in plan.layout.groups]
     written, read, sent = (write or functools.partial(_write, chain, plan))(chosen, whole)
     kept = [Kept(indices, back.reshape(values.shape)) for (indices, values), back in zip(chosen, read, strict=True)]
     finite = all(bool(np.isfinite([r.min(), r.max()]).all()) for r in [sent, *(k.values for k in kept)] if r.size)
@@ -275,18 +285,19 @@ def _joined(arrays: list[NDArray], dtype: type = np.float32) -> NDArray:
     return arrays[0] if len(arrays) == 1 and dtype is np.float32 else np.concatenate([np.empty(0, dtype), *arrays])
 
 
-def _keep(chain: Stages, group: Group, k: int, source: _Source, device: torch.device, round: int) -> Chosen:
-    """Which entries of each block of a group, and their values."""
-    fast = chain.kernels(group.h, group.w, device)
-    batches = group.batches_of(_HOT if fast else BATCH)
-    work = _Workspace(batches, device)
+def _keep(chain: Stages, group: Group, source: _Source, device: torch.device, round: int, batch: int) -> Chosen:
+    """Which entries of each block of a group, and their values; the C kernels work on so many entries at once."""
+    k, fast = chain.selection.count(group.L), chain.kernels(group.h, group.w, device)
+    batches = group.batches_of(batch if fast else BATCH)
+    work = _Workspace(batches, device, in_kernels=fast is not None)
     indices = np.empty((group.blocks, k), narrow(group.L)) if chain.selection.indexed else None
     values = np.empty((group.blocks, k), np.float32)
-    for batch in batches:
-        for piece, _, start in rows_of(batch):
+    for some in batches:
+        for piece, _, start in rows_of(some):
             c, at = source(piece, start, work), slice(piece.start, piece.start + piece.blocks)
             if fast is not None and indices is not None and chain.selection.in_kernels:  # all of it while a block is in cache
-                fast.select(c.out, c.x, indices[at], values[at], decay=c.decay, scale=c.scale)
+                how = {"decay": c.decay, "scale": c.scale, "whitening": c.whitening}
+                fast.select(c.out, c.x, indices[at], values[at], **how)
                 continue
             _transform(chain, fast, piece, c, round, work)
             if indices is not None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from thinwire.codecs.stages import DENSE_GROUP, Transform
 
 BATCH = 1 << 20  # entries of a batch: 4 MB in float32, large enough that Python costs little, small enough for a cache
+LONG = 1 << 22  # those of a batch that the C kernels read from memory block by block, and write back: fewer calls
 
 Shape = tuple[int, ...]
 
@@ -84,6 +85,11 @@ class Grid:
     def slot(self) -> tuple[int, int]:
         """Shape of the padded matrix."""
         return self.Y * self.h, self.X * self.w
+
+    @property
+    def whole(self) -> Piece:
+        """All of it as one piece."""
+        return Piece(self, 0, self.Y, 0, self.X, self.first)
 
 
 @dataclass(frozen=True)
@@ -336,6 +342,22 @@ def write_back(matrix: Tensor, tensor: Tensor) -> None:
     """Copy a matrix that was changed into the tensor it was made of, where that could not be seen as a matrix."""
     if matrix.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
         tensor.detach().copy_(matrix.view(tensor.shape))
+
+
+def in_rows(piece: Piece, tensor: Tensor, *, whole: bool = True) -> Tensor | None:
+    """A piece of a tensor, without padding, as the C kernels read and write it in place; None where they cannot.
+
+    Args:
+        piece: which part.
+        tensor: the whole tensor.
+        whole: whether the kernels need all of its rows and columns.
+    """
+    if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+        return None
+    part = piece.of_matrix(matrix := matrix_of(tensor, piece.grid))
+    if matrix.data_ptr() != tensor.data_ptr() or part.stride(1) != 1 or (whole and part.shape != piece.shape):
+        return None
+    return part
 
 
 def padded(piece: Piece, part: Tensor, out: Tensor | None = None) -> Tensor:

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.codecs.layout import Piece, matrix_of, write_back
+from thinwire.codecs.layout import Piece, in_rows, matrix_of, write_back
+from thinwire.kernels import Whitening
 
 _RUN = 1 << 18  # entries that fit into a cache
 
 
 @dataclass(frozen=True)
-class Whitening:
-    """How gradients are whitened, for kernels that do it while they read them: see `maths.update_rules.whitened`.
+class DeviceWhitening:
+    """How gradients are whitened, for kernels of a device that do it while they read them: see `maths.update_rules.whitened`.
 
     Attributes:
         g: gradients.
@@ -58,13 +59,16 @@ class Made:
         make: given the number of a tensor and the same piece of it in each of the sources, the piece; every element may depend
             on the same element of the sources alone. It may change them in place.
         make_all: the same for many pieces at once, in operations on lists: given a list of numbers and lists of pieces, a list.
-        whitening: what `make` does, where it is that.
+        whitening: where the C kernels can make them of two sources by themselves: given the number of a tensor and a piece of
+            the second source, how they make the piece of the first.
+        on_device: how the kernels of a device make them by themselves, where they can.
     """
 
     sources: tuple[Sequence[Tensor], ...]
     make: Callable[..., Tensor]
     make_all: Callable[..., list[Tensor]] | None = None
-    whitening: Whitening | None = None
+    whitening: Callable[[int, Tensor], Whitening] | None = None
+    on_device: DeviceWhitening | None = None
 
     def __len__(self) -> int:
         return len(self.sources[0])
@@ -100,6 +104,14 @@ class Made:
         for source, matrix in zip(self.sources, matrices, strict=True):
             write_back(matrix, source[i])
         return made
+
+    def to_whiten(self, piece: Piece) -> tuple[Tensor, Whitening] | None:
+        """A piece of the first source, and how the C kernels whiten it; None where they cannot."""
+        if self.whitening is None:
+            return None
+        i = piece.grid.index
+        g, v = (in_rows(piece, source[i]) for source in self.sources)
+        return None if g is None or v is None else (g, self.whitening(i, v))
 
     def pieces(self, pieces: Sequence[Piece]) -> list[Tensor]:
         """Pieces of several of the tensors, without padding; made together where it is said how."""

@@ -30,7 +30,7 @@ from thinwire.codecs.device import values as on_device
 from thinwire.codecs.registry import VALUE_FORMATS
 from thinwire.codecs.stages import RUN, Floats, Indices, Row, Values, finite
 from thinwire.errors import WireError, check_whole_number
-from thinwire.kernels import library
+from thinwire.kernels import Kernels, library
 
 __all__ = ["Float", "Floats", "Fp4", "Int8", "Row", "Scaled", "Sign", "Ternary", "TwoBit", "Values"]
 
@@ -323,14 +323,26 @@ class Sign(Scaled):
     def _restore(self, codes: NDArray[np.integer], scales: Floats) -> Floats:
         return np.where(codes, -scales[..., 0], scales[..., 0])
 
+    def write(self, values: Floats, row: Row) -> tuple[Bytes, Floats]:
+        """See `Values`."""
+        if row.count and (fast := self._kernels(row)) is not None:
+            raw, read = np.zeros(self.nbytes_of(row), np.uint8), np.empty(row.count, np.float32)
+            if fast.write_signs(np.ascontiguousarray(values), row.k, raw, read):
+                return raw, read
+        return super().write(values, row)
+
     def read_into(self, raw: Bytes, row: Row, start: int, stop: int, out: Floats) -> bool:
         """See `Values`."""
-        whole = self.group_of(row.k) == row.k and not start % row.k and not stop % row.k and row.whole_blocks
-        if not whole or (fast := library()) is None:
+        fast = None if start % row.k or stop % row.k else self._kernels(row)
+        if fast is None:
             return False
         head = len(raw) - packed_nbytes(row.count, int(self.width))
         fast.read_signs(raw[:head], raw[head:], start // row.k, row.k, out)
         return True
+
+    def _kernels(self, row: Row) -> Kernels | None:
+        """The C kernels, which know blocks of k values with a scale each."""
+        return library() if self.group_of(row.k) == row.k and row.whole_blocks else None
 
 
 def _mean(groups: Floats, counts: NDArray[np.number]) -> Floats:

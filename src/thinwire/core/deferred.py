@@ -18,7 +18,6 @@ torch's fused Adam and AdamW can.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -29,10 +28,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.core.exchange import Exchange, Gathered, post
+from thinwire.core.offload import Offload, recorded, wait_for
 from thinwire.core.on_device import OnDevice, kind_on_device
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.slots import SlotOptimizer
-from thinwire.errors import LinkError, RoundAborted, WireError
+from thinwire.errors import RoundAborted, WireError
 from thinwire.kernels import triton
 from thinwire.payload import LARGEST, finite_flag
 from thinwire.sharding.shards import local
@@ -46,8 +46,6 @@ _Act = Callable[[list[float]], None]
 
 log = logging.getLogger("thinwire")
 
-PATIENCE = 600.0  # seconds that the device may take for what it was given one step ago
-
 
 class Later:
     """Numbers on a device that the host reads later, without making the device wait.
@@ -60,16 +58,11 @@ class Later:
         """Begin to copy them."""
         self._host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=numbers.is_cuda)
         self._host.copy_(numbers, non_blocking=True)
-        self._copied = torch.Event(device=numbers.device)
-        self._copied.record(torch.accelerator.current_stream(numbers.device) if torch.accelerator.is_available() else None)
+        self._copied = recorded(numbers.device)
 
     def read(self) -> list[float]:
         """The numbers, once they are there; the device goes on with what it was given since."""
-        deadline = time.monotonic() + PATIENCE
-        while not self._copied.query():
-            if time.monotonic() > deadline:
-                raise LinkError(f"the device has not ended the step before within {PATIENCE:g} s: does a worker take no part?")
-            time.sleep(1e-4)
+        wait_for(self._copied)
         return self._host.tolist()
 
 
@@ -119,13 +112,18 @@ class HostValues:
     Args:
         groups: its parameter groups.
         states: what is kept of each parameter.
+        offload: what rests on the host, and changes only on the device.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *states: Mapping[Tensor, dict[str, Any]]):
+    def __init__(self, groups: list[dict[str, Any]], *states: Mapping[Tensor, dict[str, Any]], offload: Offload | None = None):
         """Remember numbers and counts; tensors on a device are not its affair."""
         self.groups, self.states = groups, states
+        away = frozenset() if offload is None else offload.names
         self.settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        self.entries = [{p: {k: _kept(v) for k, v in of_p.items()} for p, of_p in state.items()} for state in states]
+        self.entries = [
+            {p: {k: _ELSEWHERE if k in away else _kept(v) for k, v in of_p.items()} for p, of_p in state.items()}
+            for state in states
+        ]
 
     def settle(self) -> None:
         """Forget what did not change: a scheduler may change it before anybody goes back."""
@@ -273,7 +271,7 @@ class DeviceGate:
         inner = None if opt.rounds_leave_inner else getattr(opt, "inner", None)
         states = [opt.own_state, *([] if inner is None else [inner.state])]
         before = Selected(_on_device(opt.params(), [entries for state in states for entries in state.values()]))
-        kept = HostValues(opt.param_groups, *states)
+        kept = HostValues(opt.param_groups, *states, offload=opt.offload)
         self._decided.append((exchange.verdict, kept, partial(self._round_was_refused, flight, told, synced)))
         self.engine.apply(flight, replace(arrived, refused=None))
         before.unless(arrived.refused)

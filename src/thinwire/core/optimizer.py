@@ -189,7 +189,7 @@ class Algorithm(OwningOptimizer, Reporting):
 
         Call it on all workers after the last step; there is no further round where the last step ended with one.
         """
-        with torch.no_grad():
+        with torch.no_grad(), self.at_hand():
             self.engine.finish()
 
     def average_buffers(self) -> None:
@@ -229,7 +229,8 @@ class Algorithm(OwningOptimizer, Reporting):
         self.due, self.peers = due, self.link.peers()
         self.engine.current = replace(at_hand, number=self.rounds + 1 if round is None else round)
         try:
-            return self.send() if self.which(due) else None
+            with self.at_hand():
+                return self.send() if self.which(due) else None
         finally:
             (self.due, self.peers), self.engine.current = before, at_hand
 
@@ -265,7 +266,8 @@ class Algorithm(OwningOptimizer, Reporting):
         Args:
             link: where the exchange goes instead of this optimizer's own link, for instance past a meter.
         """
-        return drift(link or self.link, self.agreed() or self.params(), shards=self.shards)
+        with self.at_hand():
+            return drift(link or self.link, self.agreed() or self.params(), shards=self.shards)
 
     # --- Starting, joining and resuming ------------------------------------------------------------------------------------
 

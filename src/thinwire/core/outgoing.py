@@ -157,6 +157,20 @@ class Arrived:
             return _side_by_side(tensors, self.mean, *others)
         return self._received.each(tensors, *others)
 
+    def step(
+        self, tensors: Sequence[Tensor], rates: Sequence[float], signs: Sequence[bool], scale: Tensor | None = None
+    ) -> None:
+        """Tensors <- tensors - rate * mean, or rate * sign(mean): see `Received.step`; `scale` is of `DeviceReceived.step`."""
+        if isinstance(self._received, DeviceReceived):
+            self._received.step(tensors, rates, signs, scale)
+            return
+        assert scale is None
+        if self._received is not None:
+            self._received.step(tensors, rates, signs)
+            return
+        for i, part, mean in self.each(tensors):
+            part.sub_(mean.sign() if signs[i] else mean, alpha=rates[i])
+
     def each_sent(self, tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> Iterator[Any]:
         """Likewise tensors and what the others read in this worker's message."""
         if self._encoded is None:
@@ -179,11 +193,6 @@ class Arrived:
             return self._received.together(tensors, *others, scale=scale)
         assert scale is None
         return (tuple([part] for part in parts) for parts in self.each(tensors, *others))
-
-    def step(self, tensors: Sequence[Tensor], lr: Sequence[float], sign: Sequence[bool], scale: Tensor | None = None) -> None:
-        """Take the mean off tensors, where it is decoded on a device: see `DeviceReceived.step`."""
-        assert isinstance(self._received, DeviceReceived)
-        self._received.step(tensors, lr, sign, scale)
 
     def squares(self) -> list[float] | Tensor:
         """The sum of squares of each tensor's mean: see `Received.squares`; a tensor on a device."""

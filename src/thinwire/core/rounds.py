@@ -120,11 +120,16 @@ class RoundEngine:
         """After a step: send what is due, and apply what was sent tau steps ago."""
         due = self.opt.due = self.opt.schedule.due(self.opt.steps)
         which = self.opt.which(due) if due else ()
-        if which and any(not set(which).isdisjoint(flight.which) for flight in self.queue):
-            self._settle_ready()  # what is sent now depends on what arrives now
-        if which:
-            self._post(due, which)
-        self._settle_ready()
+        with self.opt.at_hand(None if self.tau and self.resend.active else {*which, *self._ready()}):
+            if which and any(not set(which).isdisjoint(flight.which) for flight in self.queue):
+                self._settle_ready()  # what is sent now depends on what arrives now
+            if which:
+                self._post(due, which)
+            self._settle_ready()
+
+    def _ready(self) -> Iterator[int]:
+        """Numbers of the parameters that rounds are about which arrive now."""
+        return (i for flight in self.queue if flight.step <= self.opt.steps - self.tau for i in flight.which)
 
     def finish(self) -> None:
         """Apply what is in flight, then exchange once what local steps have gathered since the last round."""
@@ -143,7 +148,8 @@ class RoundEngine:
         if self.deferred is not None:
             self.deferred.settle()
         if self.resend.active:
-            self.resend.settle()
+            with self.opt.at_hand():
+                self.resend.settle()
 
     def _post(self, due: tuple[int, ...], which: tuple[int, ...], *, last: bool = False) -> None:
         self._send_again()
@@ -335,7 +341,8 @@ class RoundEngine:
         if given_up is None:
             log.warning("%s; training goes on without it", refusal)
         if self.policy.on_abort == "restore" or mine:
-            opt.restore()
+            with opt.at_hand():
+                opt.restore()
             self.resend.progress_lost()
         if given_up is not None:
             raise given_up

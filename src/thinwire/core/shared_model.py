@@ -27,7 +27,9 @@ def shared_model(opt: Algorithm, model: nn.Module | None, mean_over: Link | None
         opt.engine.deferred.settle_alone()
     agreed = opt.agreed()
     if mean_over is not None:
-        agreed, _ = average(mean_over, Dense(), agreed or opt.params(), any_shard=opt.shards.any, purpose="mean model")
+        with opt.at_hand():
+            mine = opt.agreed() or opt.params()
+            agreed, _ = average(mean_over, Dense(), mine, any_shard=opt.shards.any, purpose="mean model")
     if agreed is None:
         yield
         return

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,15 +14,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.codecs import Chain, Codec, CodecSchedule
+from thinwire.core.offload import Offload
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.payload import LARGEST, all_finite
 from thinwire.sharding.shards import Shards, local, reshard
 
 log = logging.getLogger("thinwire")
 
-# What a state slot begins as: zeros like the parameter, a copy of it, zeros in the domain of the codec's transform, of all
-# blocks or of those that this worker owns, one zero, or what a function makes of the parameter (None: it has no such slot).
-Start = Literal["zeros", "param", "coded", "owed", "count"] | Callable[[Tensor], Tensor | None]
+# What a state slot begins as: zeros like the parameter, in float32 or wider or in bfloat16, a copy of it, zeros in the domain
+# of the codec's transform, of all blocks or of those that this worker owns, one zero, or what a function makes of the parameter
+# (None: it has no such slot).
+Start = Literal["zeros", "bf16 zeros", "param", "coded", "owed", "count"] | Callable[[Tensor], Tensor | None]
 
 COUNTERS = ("thinwire_step", "thinwire_round", "thinwire_synced")
 WHOSE = ("thinwire_worker", "thinwire_workers")  # of a state dict: the id of its worker, and how many there were
@@ -39,6 +42,7 @@ class SlotOptimizer(Optimizer):
     name: ClassVar[str] = ""
     replicated: frozenset[str] = frozenset()
     synced: frozenset[str] = frozenset()
+    offload: Offload | None = None  # slots that rest on the host between rounds
 
     def __init__(
         self,
@@ -73,12 +77,24 @@ class SlotOptimizer(Optimizer):
 
     def slot(self, name: str) -> list[Tensor]:
         """This process's part of the state slot `name`, in the order of `params()`; of those parameters that have it."""
+        self.wait_for_host()
         return [local(self.own_state[p][name]) for p in self._active if name in self.own_state[p]]
 
     def part(self, name: str, which: Sequence[int]) -> list[Tensor]:
         """The slot `name`, or "param", of the parameters with these numbers; empty where no parameter has that slot."""
         everything = self.params() if name == "param" else self.slot(name)
         return [everything[i] for i in which] if everything else []
+
+    def at_hand(self, which: Collection[int] | None = None) -> AbstractContextManager[None]:
+        """Within it what rests on the host is where its parameter is: of these parameters, by default of all."""
+        if self.offload is None:
+            return contextlib.nullcontext()
+        return self.offload.at_hand(self, range(len(self._active)) if which is None else which)
+
+    def wait_for_host(self) -> None:
+        """Before somebody looks at what rests on the host: until all of it is there."""
+        if self.offload is not None:
+            self.offload.wait()
 
     def gradients(self) -> list[Tensor]:
         """This process's part of every gradient, in the order of `params()`; zeros where a parameter has none."""
@@ -203,7 +219,10 @@ class SlotOptimizer(Optimizer):
                 elif start == "count" and self.wants(name, group):
                     state[name] = torch.tensor(0.0, device="cpu")  # whatever the default device
                 elif start not in ("coded", "owed") and self.wants(name, group):
-                    state[name] = p.detach().to(wide, copy=True) if start == "param" else torch.zeros_like(p, dtype=wide)
+                    kept = torch.bfloat16 if start == "bf16 zeros" else wide
+                    state[name] = p.detach().to(wide, copy=True) if start == "param" else torch.zeros_like(p, dtype=kept)
+            if self.offload is not None:
+                self.offload.rest(p, state)
         self._make_coded()
         self.handshake_done = False
 
@@ -230,6 +249,7 @@ class SlotOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state that `state_dict()` gave; checked as a whole before anything changes."""
+        self.wait_for_host()
         state = self._checked(state_dict)
         self._load_groups(state, state_dict["param_groups"])
         self._load_slots(state)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.codecs import Codec, CodecSchedule
+from thinwire.codecs import Codec, CodecSchedule, Dense
 from thinwire.core.exchange import Exchange
 from thinwire.core.merged_state import PREFIX, READY, MergedState
+from thinwire.core.offload import Offload, Place
 from thinwire.core.optimizer import Algorithm, PolicyOptions, Start
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.pace import Pace
@@ -46,10 +47,13 @@ class Wrapper(Algorithm):
         slots: see `Algorithm`.
         settings: see `Algorithm`.
         pace: "equal" steps on all workers, or as many as each one's measured "speed" allows; see `thinwire.core.pace`.
+        offload: "host" keeps `rests_on_host` in the host's memory between rounds; see `thinwire.core.offload`.
         options: see `Policy`.
     """
 
     usual_inner: ClassVar[str] = "adamw"  # of runs that name no inner optimizer
+    sends_as_they_are: ClassVar[bool] = False  # whether messages hold parameters or gradients themselves, and nothing else
+    rests_on_host: ClassVar[tuple[str, ...]] = ("anchor", "momentum", "velocity")  # slots that offload="host" is about
 
     def __init__(
         self,
@@ -62,6 +66,7 @@ class Wrapper(Algorithm):
         slots: Mapping[str, Start] | None = None,
         settings: Mapping[str, object] | None = None,
         pace: Literal["equal", "speed"] = "equal",
+        offload: Place = "none",
         **options: Unpack[PolicyOptions],
     ):
         """Take over the inner optimizer's parameter groups."""
@@ -77,14 +82,18 @@ class Wrapper(Algorithm):
             self._check_tau(tau, as_schedule(H), pace)
         if not isinstance(inner, Optimizer):
             raise ConfigError(f"the inner optimizer must be a torch.optim.Optimizer, got {type(inner).__name__}")
+        codec = self._exact_codec(inner, link) if codec is None else codec
         if isinstance(inner, torch.optim.LBFGS):
             raise ConfigError("LBFGS evaluates its closure several times a step and cannot be an inner optimizer")
         if isinstance(inner, Algorithm) or hasattr(inner, "link"):
             raise ConfigError(f"{type(inner).__name__} cannot be the inner optimizer of {type(self).__name__}: it uses a link")
+        self.offload = Offload.of(offload, self.rests_on_host)
         self._wrapping = True
         settings = {"inner": type(inner).__name__, **(settings or {})}
         self.inner = inner
         super().__init__(inner.param_groups, link, H=H, tau=tau, codec=codec, slots=slots, settings=settings, **options)
+        if self.offload is not None:
+            self.offload.check(self.params(), link)
         self.defaults = {**inner.defaults, **self.defaults}
         self.param_groups = inner.param_groups  # one list, so that whoever sets an lr sets it for both
         self._wrapping = False
@@ -100,6 +109,7 @@ class Wrapper(Algorithm):
     @property
     def state(self) -> MergedState:
         """The slots of every parameter, and the inner optimizer's state of it with the prefix "inner."."""
+        self.wait_for_host()
         return MergedState(self._own_state, self.inner, self._inner_entries)
 
     @state.setter
@@ -120,6 +130,11 @@ class Wrapper(Algorithm):
         made = self.inner.state.get(p) or {}
         named = {f"{PREFIX}{key}": value for key, value in (made or _placeholders(self.inner, p)).items()}
         return {READY: torch.tensor(float(bool(made)), device="cpu"), **named}
+
+    @classmethod
+    def _exact_codec(cls, inner: Optimizer, link: Link) -> Codec | None:
+        """The codec of parameters of 16 bits that are sent as they are, where nothing is added up on the way; else None."""
+        return narrow_dense(inner) if cls.sends_as_they_are and link.elastic is not None else None
 
     def work(self) -> float | None:
         """What this worker's contribution weighs in the next round: its local steps, where workers take different numbers."""
@@ -329,6 +344,13 @@ class Wrapper(Algorithm):
         numbered = [{**g, "params": [next(numbers) for _ in g["params"]]} for g in groups]
         self.inner.load_state_dict({"state": inner, "param_groups": numbered})
         self.param_groups = self.inner.param_groups  # loading has replaced the list
+
+
+def narrow_dense(inner: Optimizer) -> Dense | None:
+    """The dense codec that holds all parameters and gradients exactly in 16 bits; None where it takes 32."""
+    trained = [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
+    dtypes = {p.dtype for p in trained} | {getattr(p, "grad_dtype", None) or p.dtype for p in trained}
+    return Dense(*dtypes) if dtypes in ({torch.bfloat16}, {torch.float16}) else None
 
 
 def inner_keys(inner: Optimizer) -> list[str]:

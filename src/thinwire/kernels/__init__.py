@@ -6,6 +6,6 @@ so all workers must use the same, which the handshake compares (`name()`).
 """
 
 from thinwire.kernels.build import SETTING, library, name
-from thinwire.kernels.calls import BLOCK, Entries, Kernels, cosines
+from thinwire.kernels.calls import BLOCK, Entries, Kernels, Whitening, cosines
 
-__all__ = ["BLOCK", "SETTING", "Entries", "Kernels", "cosines", "library", "name"]
+__all__ = ["BLOCK", "SETTING", "Entries", "Kernels", "Whitening", "cosines", "library", "name"]

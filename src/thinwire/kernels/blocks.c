@@ -1,241 +1,72 @@
-/* Sparse rounds on a CPU: blocks of 64 x 64 entries, each worked on while it is in a core's cache.
- *
- * Every sum has one order and every fused multiply-add is written as such (compile with -ffp-contract=off). Vectors run over
- * columns, whose sums do not meet, so their width changes no bit: AVX-512, AVX2 and plain C give the same results.
- */
-#include <math.h>
-#include <pthread.h>
-#include <stdint.h>
-#include <string.h>
+/* Sparse rounds on a CPU: blocks of 64 x 64 entries, each worked on while it is in a core's cache. See vectors.h on bits. */
+#include "vectors.h"
 
-#if defined(__AVX512F__) && !defined(PLAIN_C)
-#include <immintrin.h>
-#define LANES 16
-#elif defined(__AVX2__) && defined(__FMA__) && !defined(PLAIN_C)
-#include <immintrin.h>
-#define LANES 8
-#else
-#define LANES 4
-#endif
+#include "cosines.h"
 
-#define N 64                /* rows and columns of a block */
-#define L (N * N)           /* its entries */
-#define MOST_THREADS 64
-#define BLOCKS_OF_A_THREAD 8 /* for fewer a thread does not pay */
-#define SPARSE (6 * N)      /* entries of a block up to which its rows are summed entry by entry */
+#define SPARSE (3 * N)    /* entries of a block up to which its rows are summed entry by entry */
+#define SCATTERED (4 * N) /* entries of all workers up to which they are merged one by one */
 
-typedef float V __attribute__((vector_size(4 * LANES), may_alias));
-typedef float VU __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t I __attribute__((vector_size(4 * LANES), may_alias));
-typedef int32_t IU __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef float Block[N][N] __attribute__((aligned(64)));
+static float basis[N][N]; /* P / sqrt(32): what an entry adds to its row, before the other side is transformed */
 
-static inline V load(const float *p) { return (V) * (const VU *)p; }
-static inline void store(float *p, V v) { *(VU *)p = (VU)v; }
-static inline I load_bits(const float *p) { return (I) * (const IU *)p; }
-
-/* The same number in all lanes; x - 0 is x, of any x. */
-static inline V all(float x) { return x - (V){0}; }
-static inline I all_bits(int32_t x) { return x - (I){0}; }
-
-/* a b + c, rounded once */
-static inline V fused(V a, V b, V c) {
-#if LANES == 16
-    return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif LANES == 8
-    return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-    for (int i = 0; i < LANES; i++) c[i] = fmaf(a[i], b[i], c[i]);
-    return c;
-#endif
-}
-
-/* Bit i is set where a[i] > b[i]. */
-static inline uint32_t greater(I a, I b) {
-#if LANES == 16
-    return _mm512_cmpgt_epi32_mask((__m512i)a, (__m512i)b);
-#elif LANES == 8
-    return (uint32_t)_mm256_movemask_ps((__m256)_mm256_cmpgt_epi32((__m256i)a, (__m256i)b));
-#else
-    uint32_t bits = 0;
-    for (int i = 0; i < LANES; i++) bits |= (uint32_t)(a[i] > b[i]) << i;
-    return bits;
-#endif
-}
-
-static inline I larger(I a, I b) {
-    I first = a > b;
-    return (a & first) | (b & ~first);
-}
-
-/* --- Threads over blocks ------------------------------------------------------------------------------------------------ */
-
-typedef void (*Work)(void *job, long first, long last);
-typedef struct {
-    Work work;
-    void *job;
-    long first, last;
-} Share;
-
-static void *run(void *share) {
-    Share *s = share;
-    s->work(s->job, s->first, s->last);
-    return NULL;
-}
-
-/* Blocks are independent of each other, so how they are dealt to threads changes nothing. */
-static void deal(Work work, void *job, long blocks, int threads) {
-    Share shares[MOST_THREADS];
-    pthread_t ids[MOST_THREADS];
-    int started[MOST_THREADS];
-    if (threads > MOST_THREADS) threads = MOST_THREADS;
-    if (threads > blocks / BLOCKS_OF_A_THREAD) threads = (int)(blocks / BLOCKS_OF_A_THREAD);
-    if (threads < 1) threads = 1;
-    for (int t = 0; t < threads; t++) shares[t] = (Share){work, job, blocks * t / threads, blocks * (t + 1) / threads};
-    for (int t = 1; t < threads; t++) started[t] = pthread_create(&ids[t], NULL, run, &shares[t]) == 0;
-    run(&shares[0]);
-    for (int t = 1; t < threads; t++) {
-        if (started[t])
-            pthread_join(ids[t], NULL);
-        else
-            run(&shares[t]); /* no more threads to be had */
-    }
-}
-
-/* --- The transform ------------------------------------------------------------------------------------------------------ */
-
-/* The DCT matrix, and what is left of it after folding three times into sums and differences of mirrored entries: odd rows of
- * 64, of 32, of 16, and the 8 x 8 rest. With a t: transposed, for the inverse. 1,408 products for a vector instead of 4,096. */
-static float P[N][N], A[32][32], B[16][16], C[8][8], D[8][8], At[32][32], Bt[16][16], Ct[8][8], Dt[8][8];
-
-void thinwire_init(const float *matrix) {
-    memcpy(P, matrix, sizeof P);
-    for (int k = 0; k < 32; k++)
-        for (int j = 0; j < 32; j++) At[j][k] = A[k][j] = P[2 * k + 1][j];
-    for (int k = 0; k < 16; k++)
-        for (int j = 0; j < 16; j++) Bt[j][k] = B[k][j] = P[4 * k + 2][j];
-    for (int k = 0; k < 8; k++)
-        for (int j = 0; j < 8; j++) {
-            Ct[j][k] = C[k][j] = P[8 * k + 4][j];
-            Dt[j][k] = D[k][j] = P[8 * k][j];
-        }
-}
-
-/* out[k] = sum over j of M[k][j] in[j], four k at a time, for two vectors of columns. */
-#define PRODUCT(n, M, in, OUT)                                                             \
-    for (int k = 0; k < n; k += 4) {                                                       \
-        V p0 = {0}, p1 = {0}, q0 = {0}, q1 = {0}, r0 = {0}, r1 = {0}, t0 = {0}, t1 = {0}; \
-        for (int j = 0; j < n; j++) {                                                      \
-            V x = in[j][0], y = in[j][1], m;                                               \
-            m = all(M[k][j]), p0 = fused(m, x, p0), p1 = fused(m, y, p1);                  \
-            m = all(M[k + 1][j]), q0 = fused(m, x, q0), q1 = fused(m, y, q1);              \
-            m = all(M[k + 2][j]), r0 = fused(m, x, r0), r1 = fused(m, y, r1);              \
-            m = all(M[k + 3][j]), t0 = fused(m, x, t0), t1 = fused(m, y, t1);              \
-        }                                                                                  \
-        OUT(k, p0, p1) OUT(k + 1, q0, q1) OUT(k + 2, r0, r1) OUT(k + 3, t0, t1)            \
-    }
-
-/* out = P in, for all columns of a block; `in` has rows that are `stride` apart. */
-static void forward(const float *in, long stride, Block out) {
-    for (int c = 0; c < N; c += 2 * LANES) {
-        V s1[32][2], d1[32][2], s2[16][2], d2[16][2], s3[8][2], d3[8][2];
-        for (int h = 0; h < 2; h++) {
-            for (int j = 0; j < 32; j++) {
-                V x = load(in + j * stride + c + LANES * h), y = load(in + (63 - j) * stride + c + LANES * h);
-                s1[j][h] = x + y, d1[j][h] = x - y;
-            }
-            for (int j = 0; j < 16; j++) s2[j][h] = s1[j][h] + s1[31 - j][h], d2[j][h] = s1[j][h] - s1[31 - j][h];
-            for (int j = 0; j < 8; j++) s3[j][h] = s2[j][h] + s2[15 - j][h], d3[j][h] = s2[j][h] - s2[15 - j][h];
-        }
-#define ROW(at, x, y) store(&out[at][c], x), store(&out[at][c + LANES], y);
-#define ROW_A(k, x, y) ROW(2 * (k) + 1, x, y)
-#define ROW_B(k, x, y) ROW(4 * (k) + 2, x, y)
-#define ROW_C(k, x, y) ROW(8 * (k) + 4, x, y)
-#define ROW_D(k, x, y) ROW(8 * (k), x, y)
-        PRODUCT(32, A, d1, ROW_A)
-        PRODUCT(16, B, d2, ROW_B)
-        PRODUCT(8, C, d3, ROW_C)
-        PRODUCT(8, D, s3, ROW_D)
-    }
-}
-
-/* out = P^T in, for all columns of a block; `out` has rows that are `stride` apart. */
-static void inverse(Block in, float *out, long stride) {
-    for (int c = 0; c < N; c += 2 * LANES) {
-        V i1[32][2], i2[16][2], i3[8][2], i4[8][2], o1[32][2], o2[16][2], o3[8][2], o4[8][2], e2[16][2], e1[32][2];
-        for (int h = 0; h < 2; h++) {
-            for (int k = 0; k < 32; k++) i1[k][h] = load(&in[2 * k + 1][c + LANES * h]);
-            for (int k = 0; k < 16; k++) i2[k][h] = load(&in[4 * k + 2][c + LANES * h]);
-            for (int k = 0; k < 8; k++) i3[k][h] = load(&in[8 * k + 4][c + LANES * h]), i4[k][h] = load(&in[8 * k][c + LANES * h]);
-        }
-#define TO_1(k, x, y) o1[k][0] = x, o1[k][1] = y;
-#define TO_2(k, x, y) o2[k][0] = x, o2[k][1] = y;
-#define TO_3(k, x, y) o3[k][0] = x, o3[k][1] = y;
-#define TO_4(k, x, y) o4[k][0] = x, o4[k][1] = y;
-        PRODUCT(8, Dt, i4, TO_4)
-        PRODUCT(8, Ct, i3, TO_3)
-        PRODUCT(16, Bt, i2, TO_2)
-        PRODUCT(32, At, i1, TO_1)
-        for (int h = 0; h < 2; h++) {
-            for (int j = 0; j < 8; j++) e2[j][h] = o4[j][h] + o3[j][h], e2[15 - j][h] = o4[j][h] - o3[j][h];
-            for (int j = 0; j < 16; j++) e1[j][h] = e2[j][h] + o2[j][h], e1[31 - j][h] = e2[j][h] - o2[j][h];
-            for (int j = 0; j < 32; j++) {
-                store(out + j * stride + c + LANES * h, e1[j][h] + o1[j][h]);
-                store(out + (63 - j) * stride + c + LANES * h, e1[j][h] - o1[j][h]);
-            }
-        }
-    }
-}
-
-static void transpose8(const float *in, float *out) {
-#if LANES >= 8
-    __m256 r[8], t[8];
-    for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps(in + i * N);
-    for (int i = 0; i < 8; i += 2) t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]), t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
-    for (int i = 0; i < 8; i += 4) {
-        r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44), r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xEE);
-        r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44), r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xEE);
-    }
-    for (int i = 0; i < 4; i++) {
-        _mm256_storeu_ps(out + i * N, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-        _mm256_storeu_ps(out + (i + 4) * N, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
-    }
-#else
-    for (int i = 0; i < 8; i++)
-        for (int j = 0; j < 8; j++) out[j * N + i] = in[i * N + j];
-#endif
-}
-
-static void transpose(Block in, Block out) {
-    for (int i = 0; i < N; i += 8)
-        for (int j = 0; j < N; j += 8) transpose8(&in[i][j], &out[j][i]);
+void thinwire_init(const float *matrix, const float *table) {
+    memcpy(basis, matrix, sizeof basis);
+    make_cosines(table);
 }
 
 /* --- The largest entries ------------------------------------------------------------------------------------------------ */
 
 typedef struct {
-    int32_t top[L] __attribute__((aligned(64))), size[L] __attribute__((aligned(64)));
-    uint16_t at[L];
+    int16_t top[L] __attribute__((aligned(64)));
+    int32_t size[L + 8] __attribute__((aligned(64)));
+    uint16_t at[L + 8];
 } Candidates;
 
-/* The k-th largest of n numbers that are not negative, n a multiple of LANES: a search bit by bit, from the top. */
-static int32_t kth_largest(const int32_t *x, int n, int k) {
-    int32_t found = 0;
-    for (int bit = 30; bit >= 0; bit--) {
-        int32_t trial = found | (int32_t)(1u << bit), count = 0;
-        I limit = all_bits(trial - 1), many = {0};
-        for (int i = 0; i < n; i += LANES) many -= *(const I *)(x + i) > limit;
-        for (int i = 0; i < LANES; i++) count += many[i];
+/* A number that at least k of n are not below, n a multiple of 2 LANES: the upper half of the k-th largest, or a little less. */
+static int32_t about_kth(const int16_t *x, int n, int k) {
+    int found = 0;
+    for (int bit = 14; bit >= 0; bit--) {
+        int trial = found | 1 << bit;
+        S limit = (int16_t)(trial - 1) - (S){0}, many = {0};
+        for (int i = 0; i < n; i += 2 * LANES) many -= *(const S *)(x + i) > limit;
+        int count = total((((I)many << 16) >> 16) + ((I)many >> 16));
         if (count < k) continue;
         found = trial;
-        if (count == k) { /* the smallest of those that reach it */
-            int32_t least = INT32_MAX;
-            for (int i = 0; i < n; i++)
-                if (x[i] >= found && x[i] < least) least = x[i];
-            return least;
-        }
+        if (count <= k + k / 16) break;
+    }
+    return (int32_t)found << 16;
+}
+
+/* A limit: those above it and the first of those equal to it are the k largest of n numbers, n a multiple of LANES.
+ *
+ * None is negative, and k of them are not below `low`. */
+static int32_t limit_of(const int32_t *x, int n, int k, int32_t low) {
+    I most = *(const I *)x;
+    for (int i = LANES; i < n; i += LANES) most = larger(most, *(const I *)(x + i));
+    int32_t high = low;
+    for (int i = 0; i < LANES; i++) high = most[i] > high ? most[i] : high;
+    if (high == low) return low;
+    int first = 31 - __builtin_clz((uint32_t)(high ^ low));
+    int32_t found = (int32_t)((uint32_t)low & ~((2u << first) - 1));
+    for (int bit = first; bit >= 0; bit--) {
+        int32_t trial = found | (int32_t)(1u << bit);
+        I limit = all_bits(trial - 1), many = {0};
+        for (int i = 0; i < n; i += LANES) many -= *(const I *)(x + i) > limit;
+        int count = total(many);
+        if (count == k) return trial - 1;
+        if (count > k) found = trial;
     }
     return found;
+}
+
+/* Places of the bits that are set in a row, from place n on; more may be written behind them. */
+INLINE int places(uint64_t hits, int row, uint16_t *at, int n) {
+    int many = __builtin_popcountll(hits), base = row * N;
+    uint16_t *to = at + n;
+    for (int i = 0; i < 2; i++, hits &= hits - 1) to[i] = (uint16_t)(base + __builtin_ctzll(hits | 1ull << 63));
+    if (many > 2)
+        for (int i = 2; i < 6; i++, hits &= hits - 1) to[i] = (uint16_t)(base + __builtin_ctzll(hits | 1ull << 63));
+    for (int i = 6; i < many; i++, hits &= hits - 1) to[i] = (uint16_t)(base + __builtin_ctzll(hits));
+    return n + many;
 }
 
 /* The k entries of largest magnitude: places in ascending order, and values. Of equal ones the first; NaN counts as largest.
@@ -252,26 +83,32 @@ static void largest(const float *in, long stride, int k, uint16_t *indices, floa
             for (int j = 0; j < N; j += LANES) {
                 I most = load_bits(in + r * stride + j) & magnitude;
                 for (int d = r + rows; d < N; d += rows) most = larger(most, load_bits(in + d * stride + j) & magnitude);
-                *(I *)(c->top + r * N + j) = most;
+                *(Half *)(c->top + r * N + j) = __builtin_convertvector(most >> 16, Half);
             }
-        least = kth_largest(c->top, rows * N, k);
+        least = about_kth(c->top, rows * N, k);
     }
     I below = all_bits(least - 1);
-    for (int r = 0; r < N; r++)
-        for (int j = 0; j < N; j += LANES) {
-            I size = load_bits(in + r * stride + j) & magnitude;
-            for (uint32_t hits = greater(size, below); hits; hits &= hits - 1) {
-                int lane = __builtin_ctz(hits);
-                c->at[n] = (uint16_t)(r * N + j + lane), c->size[n++] = size[lane];
-            }
-        }
+    for (int r = 0; r < N; r++) {
+        uint64_t hits = 0;
+        for (int j = 0; j < N; j += LANES) hits |= greater(load_bits(in + r * stride + j) & magnitude, below) << j;
+        n = places(hits, r, c->at, n);
+    }
     if (n > k) {
         int padded = (n + LANES - 1) / LANES * LANES, spare = k, kept = 0;
+        for (int i = 0; i < n; i++) {
+            int32_t bits;
+            memcpy(&bits, in + (c->at[i] / N) * stride + c->at[i] % N, 4);
+            c->size[i] = bits & INT32_MAX;
+        }
         for (int i = n; i < padded; i++) c->size[i] = -1;
-        int32_t limit = kth_largest(c->size, padded, k);
+        int32_t limit = limit_of(c->size, padded, k, least);
         for (int i = 0; i < n; i++) spare -= c->size[i] > limit;
-        for (int i = 0; i < n; i++)
-            if (c->size[i] > limit || (c->size[i] == limit && spare-- > 0)) c->at[kept++] = c->at[i];
+        for (int i = 0; i < n; i++) {
+            int equal = c->size[i] == limit;
+            c->at[kept] = c->at[i];
+            kept += (c->size[i] > limit) | (equal & (spare > 0));
+            spare -= equal;
+        }
     }
     for (int i = 0; i < k; i++) indices[i] = c->at[i], values[i] = in[(c->at[i] / N) * stride + c->at[i] % N];
 }
@@ -280,58 +117,73 @@ static void largest(const float *in, long stride, int k, uint16_t *indices, floa
 
 typedef struct {
     const float *in;
-    float *out;
-    long in_stride, out_stride, X;
+    float *out, *square; /* the running second moment of `in`, or null */
+    long in_stride, out_stride, square_stride, X;
     float decay, scale;
+    float clip, b2, fade, eps; /* of the second moment; fade: 1 / sqrt(1 - b2^step) */
     int k;
     uint16_t *indices;
     float *values;
 } Encode;
 
-static void prefetch(const float *block, long stride) {
+/* g / (sqrt(v) fade + eps) of a block, with v <- b2 v + (1 - b2) g^2 first. */
+static void whiten(const Encode *e, const float *in, float *square, Block out) {
+    V clip = all(e->clip), b2 = all(e->b2), rest = all(1 - e->b2), fade = all(e->fade), eps = all(e->eps);
     for (int r = 0; r < N; r++)
-        for (int j = 0; j < N; j += 16) __builtin_prefetch(block + r * stride + j, 0, 2);
+        for (int j = 0; j < N; j += LANES) {
+            float *at = square + r * e->square_stride + j;
+            V g = load(in + r * e->in_stride + j) * clip, v = fused(g * rest, g, load(at) * b2);
+            store(at, v), store(&out[r][j], g / fused(root(v), fade, eps));
+        }
+}
+
+static inline long corner(long n, long X, long stride) { return n / X * N * stride + n % X * N; }
+
+/* out <- decay out + scale a of a block, and a likewise. */
+static void accumulate(const Encode *e, float *out, Block a) {
+    V decay = all(e->decay), scale = all(e->scale / 32);
+    for (int r = 0; r < N; r++)
+        for (int j = 0; j < N; j += LANES) {
+            float *here = out + r * e->out_stride + j;
+            V new = load(&a[r][j]) * scale;
+            if (e->decay != 0) new = fused(load(&a[r][j]), scale, load(here) * decay);
+            store(here, new), store(&a[r][j], new);
+        }
 }
 
 static void encode_blocks(void *job, long first, long last) {
     const Encode *e = job;
-    Block a, b;
+    Block a;
     Candidates c;
-    V decay = all(e->decay), scale = all(e->scale);
     for (long n = first; n < last; n++) {
-        long y = n / e->X * N, x = n % e->X * N;
-        float *out = e->out + y * e->out_stride + x;
+        float *out = e->out + corner(n, e->X, e->out_stride);
         if (e->in) {
-            const float *in = e->in + y * e->in_stride + x;
-            int another = n % e->X + 1 < e->X; /* the next block is on its way while this one is worked on */
-            forward(in, e->in_stride, a);
-            if (another) prefetch(in + N, e->in_stride);
-            transpose(a, b);
-            forward(b[0], N, a);
-            if (another) prefetch(out + N, e->out_stride);
-            for (int i = 0; i < N; i += 8) {
-                for (int j = 0; j < N; j += 8) transpose8(&a[j][i], &b[i][j]);
-                for (int r = i; r < i + 8; r++)
-                    for (int j = 0; j < N; j += LANES) {
-                        float *here = out + r * e->out_stride + j;
-                        V new = load(&b[r][j]) * scale;
-                        if (e->decay != 0) new = fused(load(&b[r][j]), scale, load(here) * decay);
-                        store(here, new), store(&b[r][j], new);
-                    }
+            const float *in = e->in + corner(n, e->X, e->in_stride);
+            Ahead in2 = {0}, out2 = {0}, square2 = {0}; /* the next block is on its way while this one is worked on */
+            if (n + 1 < last) {
+                in2 = (Ahead){e->in + corner(n + 1, e->X, e->in_stride), e->in_stride};
+                out2 = (Ahead){e->out + corner(n + 1, e->X, e->out_stride), e->out_stride};
+                if (e->square) square2 = (Ahead){e->square + corner(n + 1, e->X, e->square_stride), e->square_stride};
             }
+            if (e->square) whiten(e, in, e->square + corner(n, e->X, e->square_stride), a);
+            forward(e->square ? a[0] : in, e->square ? N : e->in_stride, a, in2, square2);
+            transpose(a);
+            forward(a[0], N, a, out2, (Ahead){0});
+            transpose(a);
+            accumulate(e, out, a);
         }
         if (!e->k) continue;
-        if (e->in)
-            largest(b[0], N, e->k, e->indices + n * e->k, e->values + n * e->k, &c);
-        else
-            largest(out, e->out_stride, e->k, e->indices + n * e->k, e->values + n * e->k, &c);
+        const float *from = e->in ? a[0] : out;
+        largest(from, e->in ? N : e->out_stride, e->k, e->indices + n * e->k, e->values + n * e->k, &c);
     }
 }
 
-/* out <- decay out + scale P in P^T of Y x X blocks, unless `in` is null; then the k largest entries of each, unless k is 0. */
+/* out <- decay out + scale P in P^T of Y x X blocks, unless `in` is null; then the k largest entries of each, unless k is 0.
+ * Where `square` is not null, `in` is whitened first. */
 void thinwire_encode(const float *in, long in_stride, float *out, long out_stride, long Y, long X, float decay, float scale,
-                     int k, uint16_t *indices, float *values, int threads) {
-    Encode e = {in, out, in_stride, out_stride, X, decay, scale, k, indices, values};
+                     float *square, long square_stride, float clip, float b2, float fade, float eps, int k, uint16_t *indices,
+                     float *values, int threads) {
+    Encode e = {in, out, square, in_stride, out_stride, square_stride, X, decay, scale, clip, b2, fade, eps, k, indices, values};
     deal(encode_blocks, &e, Y * X, threads);
 }
 
@@ -339,8 +191,12 @@ void thinwire_encode(const float *in, long in_stride, float *out, long out_strid
 void thinwire_subtract(float *slot, long stride, long Y, long X, int k, const uint16_t *indices, const float *values,
                        float scale) {
     for (long n = 0; n < Y * X; n++) {
-        float *block = slot + n / X * N * stride + n % X * N;
-        for (int i = 0; i < k; i++, indices++, values++) block[*indices / N * stride + *indices % N] += *values * -scale;
+        float *block = slot + corner(n, X, stride), *next = slot + corner(n + 1 < Y * X ? n + 1 : n, X, stride);
+        const uint16_t *then = n + 1 < Y * X ? indices + k : indices;
+        for (int i = 0; i < k; i++, indices++, values++) {
+            __builtin_prefetch(next + then[i] / N * stride + then[i] % N, 1, 3);
+            block[*indices / N * stride + *indices % N] += *values * -scale;
+        }
     }
 }
 
@@ -355,16 +211,20 @@ typedef struct {
     float total; /* divides all sums; 0 to divide each by the weight of its senders */
     float *out;
     long stride, X;
+    long rows, cols; /* of `out`, which is stepped; 0 where it is overwritten */
+    float rate;
+    int sign;
     double *squares;
 } Decode;
 
 typedef struct {
-    float sum[L], share[L];
-    uint16_t seen[L];
+    float sum[L] __attribute__((aligned(64))), share[L] __attribute__((aligned(64)));
+    uint16_t seen[SCATTERED];
 } Merged;
 
 /* The mean of each entry that anybody sent, added in the order of the workers; returns how many there are. */
-static int merge(const Decode *d, long block, Merged *m) {
+static int merge_few(const Decode *d, long block, Merged *m) {
+    float *sum = m->sum, *share = m->share;
     int count = 0;
     uint8_t known[L / 8];
     memset(known, 0, sizeof known);
@@ -376,53 +236,132 @@ static int merge(const Decode *d, long block, Merged *m) {
             int e = at[i];
             float v = d->weights ? value[i] * weight : value[i];
             if (known[e / 8] >> e % 8 & 1) {
-                m->sum[e] += v, m->share[e] += weight;
+                sum[e] += v, share[e] += weight;
             } else {
                 known[e / 8] |= (uint8_t)(1 << e % 8);
-                m->sum[e] = v, m->share[e] = weight, m->seen[count++] = (uint16_t)e;
+                sum[e] = v, share[e] = weight, m->seen[count++] = (uint16_t)e;
             }
         }
     }
     for (int i = 0; i < count; i++) {
         int e = m->seen[i];
-        float by = d->total != 0 ? d->total : m->share[e];
-        m->sum[e] = by > 0 ? m->sum[e] / by : 0;
+        float by = d->total != 0 ? d->total : share[e];
+        sum[e] = by > 0 ? sum[e] / by : 0;
     }
     return count;
+}
+
+/* The same of many: the mean of every entry, zero where nobody sent it, as a block that is transposed. */
+static void merge_many(const Decode *d, long block, Merged *m) {
+    float *sum = m->sum, *share = m->share;
+    memset(m->sum, 0, sizeof m->sum);
+    if (d->total == 0) memset(m->share, 0, sizeof m->share);
+    for (long w = 0; w < d->workers; w++) {
+        const uint16_t *at = d->indices + w * d->index_stride + block * d->k;
+        const float *value = d->values + w * d->value_stride + block * d->k;
+        float weight = d->weights ? d->weights[w] : 1;
+        for (int i = 0; i < d->k; i++) {
+            int e = at[i] % N * N + at[i] / N;
+            sum[e] += d->weights ? value[i] * weight : value[i];
+            if (d->total == 0) share[e] += weight;
+        }
+    }
+    V by = all(d->total), none = {0};
+    for (int i = 0; i < L; i += LANES) {
+        if (d->total == 0) by = load(share + i);
+        I there = by > none;
+        store(sum + i, (V)((I)(load(sum + i) / (V)((I)by | (~there & (I)all(1)))) & there));
+    }
+}
+
+/* Q P of a block, up to the factor that makes it orthonormal. */
+static void half_inverse(const Decode *d, long block, Merged *m, Block out) {
+    if (d->workers * d->k <= SCATTERED) {
+        int count = merge_few(d, block, m);
+        const float *sum = m->sum;
+        if (count <= SPARSE) { /* a row is a sum of few basis vectors */
+            memset(out, 0, sizeof(Block));
+            for (int i = 0; i < count; i++) {
+                int e = m->seen[i];
+                V q = all(sum[e]);
+                for (int j = 0; j < N; j += LANES) store(&out[e / N][j], fused(q, load(&basis[e % N][j]), load(&out[e / N][j])));
+            }
+            return;
+        }
+        memset(out, 0, sizeof(Block));
+        for (int i = 0; i < count; i++) out[m->seen[i] % N][m->seen[i] / N] = sum[m->seen[i]] / 32;
+    } else {
+        merge_many(d, block, m);
+        V less = all(1.0f / 32);
+        for (int i = 0; i < L; i += LANES) store(&out[i / N][i % N], load(m->sum + i) * less);
+    }
+    inverse(out, out[0], N, (Ahead){0});
+    transpose(out);
+}
+
+static double square_of(const Decode *d, long block, Merged *m) {
+    double sum = 0;
+    if (d->workers * d->k <= SCATTERED) {
+        int count = merge_few(d, block, m);
+        for (int i = 0; i < count; i++) sum += (double)m->sum[m->seen[i]] * m->sum[m->seen[i]];
+        return sum;
+    }
+    merge_many(d, block, m);
+    double some[8] = {0}; /* one order of additions, whatever the width of vectors */
+    for (int i = 0; i < L; i += 8)
+        for (int j = 0; j < 8; j++) some[j] += (double)m->sum[i + j] * m->sum[i + j];
+    for (int j = 0; j < 8; j++) sum += some[j];
+    return sum;
+}
+
+/* x <- x - rate q of the part of a block that is there, or of the sign of q. */
+static void step(const Decode *d, long block, Block q) {
+    long y = block / d->X * N, x = block % d->X * N;
+    long rows = d->rows - y < N ? d->rows - y : N, cols = d->cols - x < N ? d->cols - x : N;
+    V rate = all(-d->rate), none = {0};
+    I plus = (I)all(1), minus = (I)all(-1);
+    float last[N];
+    if (cols < N) memset(last, 0, sizeof last);
+    for (long r = 0; r < rows; r++) {
+        float *to = d->out + (y + r) * d->stride + x, *here = to;
+        if (cols < N) memcpy(here = last, to, 4 * (size_t)cols);
+        for (int j = 0; j < cols; j += LANES) {
+            V by = load(&q[r][j]);
+            if (d->sign) by = (V)(((by > none) & plus) | ((by < none) & minus));
+            store(here + j, fused(by, rate, load(here + j)));
+        }
+        if (cols < N) memcpy(to, last, 4 * (size_t)cols);
+    }
 }
 
 static void decode_blocks(void *job, long first, long last) {
     const Decode *d = job;
     Merged m;
-    Block a, b;
+    Block a;
     for (long n = first; n < last; n++) {
-        int count = merge(d, n, &m);
         if (d->squares) {
-            double sum = 0;
-            for (int i = 0; i < count; i++) sum += (double)m.sum[m.seen[i]] * m.sum[m.seen[i]];
-            d->squares[n] = sum;
+            d->squares[n] = square_of(d, n, &m);
             continue;
         }
-        memset(a, 0, sizeof a);
-        if (count <= SPARSE) { /* a row is a sum of few basis vectors */
-            for (int i = 0; i < count; i++) {
-                int e = m.seen[i];
-                V q = all(m.sum[e]);
-                for (int j = 0; j < N; j += LANES) store(&a[e / N][j], fused(q, load(&P[e % N][j]), load(&a[e / N][j])));
-            }
+        float *out = d->out + corner(n, d->X, d->stride);
+        half_inverse(d, n, &m, a);
+        if (d->rows) {
+            long y = (n + 1) / d->X * N, x = (n + 1) % d->X * N; /* the next block, where it is a whole one */
+            int whole = n + 1 < last && y + N <= d->rows && x + N <= d->cols;
+            inverse(a, a[0], N, whole ? (Ahead){d->out + y * d->stride + x, d->stride} : (Ahead){0});
+            step(d, n, a);
         } else {
-            for (int i = 0; i < count; i++) a[m.seen[i] % N][m.seen[i] / N] = m.sum[m.seen[i]];
-            inverse(a, b[0], N);
-            transpose(b, a);
+            inverse(a, out, d->stride, (Ahead){0});
         }
-        inverse(a, d->out + n / d->X * N * d->stride + n % d->X * N, d->stride);
     }
 }
 
-/* The mean of the entries of all workers and its inverse transform, for Y x X blocks; or, where `squares` is not null, the sum
- * of squares of each block's mean. */
+/* The mean of the entries of all workers and its inverse transform, for Y x X blocks: written to `out`, or taken off it times
+ * `rate`, or its sign, where it has `rows`; or, where `squares` is not null, the sum of squares of each block's mean. */
 void thinwire_decode(const uint16_t *indices, long index_stride, const float *values, long value_stride, const float *weights,
-                     long workers, int k, float total, float *out, long stride, long Y, long X, double *squares, int threads) {
-    Decode d = {indices, values, weights, workers, index_stride, value_stride, k, total, out, stride, X, squares};
+                     long workers, int k, float total, float *out, long stride, long Y, long X, long rows, long cols,
+                     float rate, int sign, double *squares, int threads) {
+    Decode d = {indices, values, weights, workers, index_stride, value_stride, k, total, out, stride, X, rows, cols, rate, sign,
+                squares};
     deal(decode_blocks, &d, Y * X, threads);
 }

@@ -29,6 +29,7 @@ log = logging.getLogger("thinwire")
 
 SETTING = "THINWIRE_KERNELS"
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("blocks.c", "messages.c"))
+_HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "cosines.h"))
 # No contraction: the source says where a product and a sum are rounded once.
 FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-pthread")
 # Of each kind of CPU that torch tells apart. Others have no fused multiply-add, without which the kernels are slow, or have
@@ -125,14 +126,14 @@ def build(compiler: list[str], cpu_flags: tuple[str, ...], folder: Path) -> Path
     """
     command = [*compiler, *FLAGS, *cpu_flags]
     version = _run([*compiler, "--version"])
-    told = [*(source.read_bytes() for source in _SOURCES), version.encode(), *(word.encode() for word in command)]
+    told = [*(file.read_bytes() for file in (*_SOURCES, *_HEADERS)), version.encode(), *(word.encode() for word in command)]
     digest = hashlib.sha256(b"\0".join(told)).hexdigest()
     path = folder / f"{digest[:32]}.so"
     if not path.exists():
         handle, beside = tempfile.mkstemp(suffix=".tmp", dir=folder)
         os.close(handle)
         try:
-            _run([*command, "-o", beside, *map(str, _SOURCES), "-lm"])
+            _run([*command, f"-I{_HEADERS[0].parent}", "-o", beside, *map(str, _SOURCES), "-lm"])
             os.chmod(beside, 0o700)
             os.replace(beside, path)
         finally:

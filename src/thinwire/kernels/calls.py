@@ -23,16 +23,23 @@ _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ct
 _matrix = [_pointer, _long]  # first entry, entries from row to row
 _grid = [_long, _long]  # rows of blocks, blocks in a row
 _SIGNATURES = {
-    "thinwire_init": ([_pointer], None),
-    "thinwire_encode": ([*_matrix, *_matrix, *_grid, _float, _float, _int, _pointer, _pointer, _int], None),
+    "thinwire_init": ([_pointer, _pointer], None),
+    "thinwire_encode": (
+        [*_matrix, *_matrix, *_grid, _float, _float, *_matrix, *([_float] * 4), _int, _pointer, _pointer, _int],
+        None,
+    ),
     "thinwire_subtract": ([*_matrix, *_grid, _int, _pointer, _pointer, _float], None),
     "thinwire_decode": (
-        [_pointer, _long, _pointer, _long, _pointer, _long, _int, _float, *_matrix, *_grid, _pointer, _int],
+        [
+            *(_pointer, _long, _pointer, _long, _pointer, _long, _int, _float),
+            *(*_matrix, *_grid, _long, _long, _float, _int, _pointer, _int),
+        ],
         None,
     ),
     "thinwire_read_sets": ([_pointer, _long, _int, _int, _int, _int, _pointer], _int),
     "thinwire_write_sets": ([_pointer, _long, _int, _int, _int, _pointer], None),
     "thinwire_read_signs": ([_pointer, _pointer, _long, _long, _int, _pointer], None),
+    "thinwire_write_signs": ([_pointer, _long, _int, _pointer, _pointer, _pointer], _int),
 }
 
 
@@ -61,6 +68,25 @@ class Entries:
     total: float
 
 
+@dataclass(frozen=True)
+class Whitening:
+    """How entries are divided by the root of their running second moment v: g / (sqrt(v) fade + eps).
+
+    Attributes:
+        v: of the shape of what is whitened; v <- b2 v + (1 - b2) g^2 comes first.
+        b2: see above.
+        fade: 1 / sqrt(1 - b2**step), which corrects for a v that began at zero.
+        eps: see above.
+        clip: multiplies g before all else.
+    """
+
+    v: Tensor
+    b2: float
+    fade: float
+    eps: float
+    clip: float
+
+
 class Kernels:
     """A compiled library, tried on numbers.
 
@@ -78,13 +104,15 @@ class Kernels:
             function = getattr(self._library, name)
             function.argtypes, function.restype = arguments, result
         self._basis = cosines(BLOCK)
-        narrow = self._basis.astype(np.float32)  # named: it must live until the library has copied it
-        self._library.thinwire_init(narrow.ctypes.data)
+        # Named: they must live until the library has copied them.
+        narrow, table = self._basis / math.sqrt(BLOCK / 2), np.cos(math.pi * np.arange(4 * BLOCK) / (2 * BLOCK))
+        narrow, table = narrow.astype(np.float32), table.astype(np.float32)
+        self._library.thinwire_init(narrow.ctypes.data, table.ctypes.data)
         self.name = self._tried()
 
     # --- Blocks ------------------------------------------------------------------------------------------------------------
 
-    def accumulate(self, out: Tensor, x: Tensor, *, decay: float, scale: float) -> None:
+    def accumulate(self, out: Tensor, x: Tensor, *, decay: float, scale: float, whitening: Whitening | None = None) -> None:
         """Out <- decay * out + scale * P X P^T for the blocks X of a matrix.
 
         Args:
@@ -92,10 +120,21 @@ class Kernels:
             x: the same.
             decay: see above.
             scale: see above.
+            whitening: of `x`, which itself is not changed.
         """
-        self._encode(out, x, decay, scale, None, None)
+        self._encode(out, x, decay, scale, whitening, None, None)
 
-    def select(self, out: Tensor, x: Tensor | None, indices: Sets, values: Floats, *, decay: float, scale: float) -> None:
+    def select(
+        self,
+        out: Tensor,
+        x: Tensor | None,
+        indices: Sets,
+        values: Floats,
+        *,
+        decay: float,
+        scale: float,
+        whitening: Whitening | None = None,
+    ) -> None:
         """The entries of largest magnitude of each block of `out`, after `accumulate` where `x` is given.
 
         Args:
@@ -106,17 +145,26 @@ class Kernels:
             values: [Y X, k], contiguous; the entries there.
             decay: see `accumulate`.
             scale: see `accumulate`.
+            whitening: see `accumulate`.
         """
-        self._encode(out, x, decay, scale, indices, values)
+        self._encode(out, x, decay, scale, whitening, indices, values)
 
     def _encode(
-        self, out: Tensor, x: Tensor | None, decay: float, scale: float, indices: Sets | None, values: Floats | None
+        self,
+        out: Tensor,
+        x: Tensor | None,
+        decay: float,
+        scale: float,
+        whitening: Whitening | None,
+        indices: Sets | None,
+        values: Floats | None,
     ) -> None:
         given = (None, 0) if x is None else _rows(x, out.shape)
         k = 0 if indices is None or values is None else _entries(indices, values, _blocks(out))
         where = (None, None) if indices is None or values is None else (indices.ctypes.data, values.ctypes.data)
-        grid, threads = _grid_of(out), torch.get_num_threads()
-        self._library.thinwire_encode(*given, *_rows(out, out.shape), *grid, decay, scale, k, *where, threads)
+        w, grid, threads = whitening, _grid_of(out), torch.get_num_threads()
+        divided = (None, 0, 1, 0, 1, 0) if w is None else (*_rows(w.v, out.shape), w.clip, w.b2, w.fade, w.eps)
+        self._library.thinwire_encode(*given, *_rows(out, out.shape), *grid, decay, scale, *divided, k, *where, threads)
 
     def subtract(self, slot: Tensor, indices: Sets, values: Floats, scale: float) -> None:
         """Take `scale` times values [blocks, k] off the entries of the blocks of a slot."""
@@ -126,15 +174,34 @@ class Kernels:
 
     def mean(self, entries: Entries, out: Tensor) -> None:
         """Out [64 Y, 64 X] <- P^T Q P for the mean Q of what all workers sent, added in their order."""
-        self._decode(entries, _rows(out, out.shape), _grid_of(out), None)
+        self._decode(entries, _rows(out, out.shape), _grid_of(out))
+
+    def step(self, entries: Entries, x: Tensor, *, rate: float, sign: bool) -> None:
+        """X <- x - rate * P^T Q P, or the sign of it; x may lack the last rows and columns of the blocks.
+
+        Args:
+            entries: see `mean`.
+            x: float32, rows contiguous.
+            rate: see above.
+            sign: take the sign.
+        """
+        grid = (-(-x.shape[0] // BLOCK), -(-x.shape[1] // BLOCK))
+        self._decode(entries, _rows(x, x.shape), grid, (*x.shape, rate, sign))
 
     def squares(self, entries: Entries) -> NDArray[np.float64]:
         """The sum of squares of each block's mean, [blocks]."""
         found = np.empty(entries.indices.shape[1], np.float64)
-        self._decode(entries, (None, 0), (1, len(found)), found.ctypes.data)
+        self._decode(entries, (None, 0), (1, len(found)), squares=found.ctypes.data)
         return found
 
-    def _decode(self, entries: Entries, out: tuple[int | None, int], grid: tuple[int, int], squares: int | None) -> None:
+    def _decode(
+        self,
+        entries: Entries,
+        out: tuple[int | None, int],
+        grid: tuple[int, int],
+        step: tuple[int, int, float, bool] = (0, 0, 0.0, False),
+        squares: int | None = None,
+    ) -> None:
         indices, values, weights = entries.indices, entries.values, entries.weights
         workers, blocks, k = indices.shape
         assert grid[0] * grid[1] == blocks and values.shape == (workers, blocks * k) and values.strides[1] == 4
@@ -143,7 +210,7 @@ class Kernels:
         self._library.thinwire_decode(
             *(indices.ctypes.data, indices.strides[0] // 2, values.ctypes.data, values.strides[0] // 4),
             *(None if weights is None else weights.ctypes.data, workers, k, entries.total),
-            *(*out, *grid, squares, torch.get_num_threads()),
+            *(*out, *grid, *step, squares, torch.get_num_threads()),
         )
 
     # --- Messages ----------------------------------------------------------------------------------------------------------
@@ -183,11 +250,29 @@ class Kernels:
         assert scales.flags.c_contiguous and signs.flags.c_contiguous and (first + blocks) * k <= 8 * len(signs)
         self._library.thinwire_read_signs(scales.ctypes.data, signs.ctypes.data, first, blocks, k, out.ctypes.data)
 
+    def write_signs(self, values: Floats, k: int, raw: NDArray[np.uint8], read: Floats) -> bool:
+        """Write blocks of k values each: all scales, the mean magnitude of a block, then one bit for each value.
+
+        Args:
+            values: [blocks k], contiguous.
+            k: values of a block.
+            raw: zeros, of the length of it.
+            read: [blocks k], contiguous: what `read_signs` makes of it.
+
+        Returns:
+            False where nothing was written, since the last bit of a mean could be another in another order of additions.
+        """
+        blocks, rest = divmod(len(values), k)
+        assert not rest and len(raw) == 2 * blocks + -(-len(values) // 8) and read.shape == values.shape
+        assert values.dtype == read.dtype == np.float32 and all(a.flags.c_contiguous for a in (values, read, raw))
+        where = (values.ctypes.data, blocks, k, raw.ctypes.data, raw.ctypes.data + 2 * blocks, read.ctypes.data)
+        return not self._library.thinwire_write_signs(*where)
+
     # --- The trial ---------------------------------------------------------------------------------------------------------
 
     def _tried(self) -> str:
         """Transform known numbers there and back: a hash of the results, which is equal where the arithmetic is."""
-        L, k = BLOCK * BLOCK, (8, 1024)  # of few entries and of many: two ways to the inverse
+        L, k = BLOCK * BLOCK, (8, 224, 1024)  # of few entries and of many: three ways to the inverse
         numbers = (np.arange(2 * L, dtype=np.int64) * 7919 % 10007 - 5003).astype(np.float32)
         x, out, back = torch.from_numpy(numbers).view(2 * BLOCK, BLOCK), torch.empty(2 * BLOCK, BLOCK), []
         self.accumulate(out, x, decay=0.0, scale=0.5)
@@ -199,10 +284,12 @@ class Kernels:
             sent = np.zeros((2, L))
             np.put_along_axis(sent, indices.astype(np.int64), values.astype(np.float64), axis=1)
             mean = torch.empty(2 * BLOCK, BLOCK)
-            self.mean(Entries(indices[None], values.reshape(1, -1), None, 1.0), mean)
+            entries = Entries(indices[None], values.reshape(1, -1), None, 1.0)
+            self.mean(entries, mean)
+            self.step(entries, stepped := torch.ones(2 * BLOCK - 9, BLOCK - 3), rate=0.3, sign=False)
             due = P.T @ sent.reshape(2, BLOCK, BLOCK) @ P
             wrong |= not np.allclose(mean.numpy().reshape(2, BLOCK, BLOCK), due, rtol=0, atol=0.1)
-            back += [indices.tobytes(), mean.numpy().tobytes()]
+            back += [indices.tobytes(), mean.numpy().tobytes(), stepped.numpy().tobytes()]
         if wrong:
             raise OSError("the library computes something else than it should: look at the compiler")
         return f"c-{hashlib.sha256(b''.join([out.numpy().tobytes(), *back])).hexdigest()[:16]}"

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from thinwire.codecs.device.bits import number, table
 from thinwire.codecs.device.chunks import alike
-from thinwire.codecs.made import Made, Whitening
+from thinwire.codecs.made import DeviceWhitening, Made
 from thinwire.errors import ConfigError, check_choice, check_not_negative
+from thinwire.kernels import Whitening
 from thinwire.maths.orthogonalize import orthogonalised
 from thinwire.sharding.shards import Shards
 
@@ -37,15 +38,18 @@ def whitened(g: Tensor, v: Tensor, *, b2: float, eps: float, step: int, clip: fl
 
     Args:
         g: the gradient, or a piece of it; not changed.
-        v: its running second moment; changed in place.
+        v: its running second moment; changed in place. In bfloat16 it is rounded to nearest after the step.
         b2: decay of the second moment.
         eps: see above.
         step: how many gradients there have been, this one included.
         clip: multiplies the gradient first.
     """
-    wide = g.to(v.dtype) if clip == 1 else g.to(v.dtype) * clip
-    v.mul_(b2).addcmul_(wide, wide, value=1 - b2)
-    root = v.sqrt().div_(math.sqrt(1 - b2**step)).add_(eps)
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    wide = g.to(dtype) if clip == 1 else g.to(dtype) * clip
+    square = (v if v.dtype == dtype else v.to(dtype)).mul_(b2).addcmul_(wide, wide, value=1 - b2)
+    if square is not v:
+        v.copy_(square)  # rounded to nearest; this step divides by what it was before
+    root = square.sqrt().div_(math.sqrt(1 - b2**step)).add_(eps)
     return torch.div(wide, root, out=root)
 
 
@@ -74,17 +78,26 @@ def whitening(
                 made[n] = tensor
         return made
 
-    how = Whitening(g, v, [group["betas"][1] for group in groups], [group["eps"] for group in groups], steps, clip)
-    return Made((g, v), make, make_all, how)
+    def kernel(i: int, v: Tensor) -> Whitening:
+        b2 = groups[i]["betas"][1]
+        return Whitening(v, b2, 1 / math.sqrt(1 - b2 ** steps[i]), groups[i]["eps"], clip)
+
+    on_device = DeviceWhitening(g, v, [group["betas"][1] for group in groups], [group["eps"] for group in groups], steps, clip)
+    by_kernels = kernel if all(t.dtype == torch.float32 for t in (*g, *v)) else None
+    return Made((g, v), make, make_all, whitening=by_kernels, on_device=on_device)
 
 
 def _all_whitened(g: list[Tensor], v: list[Tensor], *, b2: float, eps: float, step: int, clip: float = 1.0) -> Sequence[Tensor]:
     """`whitened` of many tensors in few operations."""
-    wide = [t.to(like.dtype) for t, like in zip(g, v, strict=True)]
+    dtypes = [torch.promote_types(t.dtype, torch.float32) for t in v]
+    wide, kept = [t.to(dtype) for t, dtype in zip(g, dtypes, strict=True)], v
+    v = [t.to(dtype) for t, dtype in zip(v, dtypes, strict=True)]  # the same tensors where they are as wide
     if isinstance(clip, Tensor) or clip != 1:
         wide = torch._foreach_mul(wide, clip)
     torch._foreach_mul_(v, b2)
     torch._foreach_addcmul_(v, wide, wide, value=1 - b2)
+    if narrow := [n for n, t in enumerate(kept) if t is not v[n]]:
+        torch._foreach_copy_([kept[n] for n in narrow], [v[n] for n in narrow])  # rounded to nearest
     root = torch._foreach_sqrt(v)
     torch._foreach_div_(root, math.sqrt(1 - b2**step))
     torch._foreach_add_(root, eps)
@@ -193,19 +206,23 @@ def apply_shared(
     for count in counts:
         if count is not None:
             count.add_(1)
-    if shared.on_device and not whole and all(g["phi"] != "adam" for g in groups):
+    plain = not whole and all(g["phi"] != "adam" for g in groups)
+    if shared.on_device and plain:
         _apply_together(shared, x, groups, rms)
         return
     rms = rms.tolist() if isinstance(rms, Tensor) else rms
+    rates = [g["lr"] / max(rms[i], 1e-30) if g["phi"] == "unit" else g["lr"] for i, g in enumerate(groups)]
+    if plain:
+        shared.step(x, rates, [g["phi"] in ("sign", "muon") for g in groups])  # of what is no matrix muon takes the sign
+        return
     for i, part, Q, m_part, v_part in shared.each(target, m, v):
         g = groups[i]
         if i in whole:
             part.copy_(Q)
         else:
             rule: UpdateRule = "sign" if g["phi"] == "muon" else g["phi"]
-            lr = g["lr"] / max(rms[i], 1e-30) if rule == "unit" else g["lr"]
             step = 1 if (count := counts[i]) is None else int(count)
-            apply_elementwise(rule, part, Q, lr=lr, moments=(m_part, v_part), betas=g["betas"], eps=g["eps"], step=step)
+            apply_elementwise(rule, part, Q, lr=rates[i], moments=(m_part, v_part), betas=g["betas"], eps=g["eps"], step=step)
     for i in whole:
         x[i].sub_(orthogonalised(target[i]), alpha=groups[i]["lr"])
 

@@ -22,7 +22,7 @@ from thinwire.codecs.device.positions import BY_SIZE
 from thinwire.codecs.device.values import FORMATS, Signs
 from thinwire.codecs.indices import EliasFano, IndexCode, index_code
 from thinwire.codecs.layout import Group, Shape, as_matrix
-from thinwire.codecs.made import Made, Whitening
+from thinwire.codecs.made import DeviceWhitening, Made
 from thinwire.codecs.message_plan import Plan, Section
 from thinwire.codecs.stages import Stages, off_host
 from thinwire.kernels import BLOCK, triton
@@ -209,15 +209,15 @@ class Feed:
     def known(self) -> bool:
         """Whether kernels can read the tensors themselves; else torch operations have to make them."""
         if isinstance(self.tensors, Made):
-            how = self.tensors.whitening
+            how = self.tensors.on_device
             return how is not None and all(v.dtype == torch.float32 for v in how.v) and _floats(how.g)
         return self.tensors is None or _floats(self.tensors)
 
-    def _sources(self) -> tuple[Whitening | None, Sequence[Tensor] | None]:
+    def _sources(self) -> tuple[DeviceWhitening | None, Sequence[Tensor] | None]:
         """How tensors are whitened, where they are, and what is read; None for slots as they are."""
         if isinstance(self.tensors, Made):
-            assert self.tensors.whitening is not None
-            return self.tensors.whitening, self.tensors.whitening.g
+            assert self.tensors.on_device is not None
+            return self.tensors.on_device, self.tensors.on_device.g
         return None, self.tensors
 
     def lists(self, some: Sequence[int], count: int, device: torch.device) -> Given:

@@ -164,7 +164,8 @@ def cost_of(period: Period, cluster: Cluster) -> Prediction:
 
 def _seconds_of_a_period(period: Period, cluster: Cluster) -> float:
     """A worker's clock over one period, once what is under way from the periods before has settled."""
-    travel = {m: cluster.seconds(m) for m in period.messages}
+    told = {m: cluster.seconds_of_result(m) for m in period.messages}  # the next one of the same step is posted after that
+    travel = {m: cluster.seconds(m) + (told[m] if m.needed == m.posted else 0.0) for m in period.messages}
     step_time = cluster.step_time + (cluster.seconds_of_gradients(period.dense) if cluster.members > 1 else 0.0)
     periods = _PERIODS + math.ceil(max((m.needed - m.posted for m in period.messages), default=0.0) / period.steps)
     clock = progress = began = 0.0
@@ -177,7 +178,8 @@ def _seconds_of_a_period(period: Period, cluster: Cluster) -> float:
             clock += cluster.codec_time if message.op != "mean" else 0.0
             arrival[key] = wire.occupy(clock, travel[message])
         elif what == "wait":
-            clock = max(clock, arrival.pop(key)) + cluster.seconds_of_result(period.messages[key[1]])
+            message = period.messages[key[1]]
+            clock = max(clock, arrival.pop(key)) + (told[message] if message.needed > message.posted else 0.0)
         elif key[0] == periods - 2:
             began = clock
     # In the long run a period takes no less than the wire is busy; a long tau hides that for more periods than were run.

@@ -10,7 +10,7 @@ several rounds the median. Entries are the values that a worker reads. `lab` com
 predicts from the time of a step on links without a limit, which is measured before and after each speed.
 
 `mean` trains gpt-pico by owners in the simulator and looks at what owners are about to send in the last rounds: how many
-entries of a block anybody sent, and which part of the squares a codec leaves out of the mean, and of the mean with what is owed.
+entries of a block anybody sent, and which part of the squares a codec leaves out of the mean, and of it with what is owed.
 """
 
 from __future__ import annotations

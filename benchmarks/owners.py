@@ -202,16 +202,16 @@ def _look(workers: int, seed: int) -> _Look:
     return look
 
 
-def lab(queue: float) -> dict[str, Any]:
-    """What the plan says, and what was measured, at three speeds; of several runs the fastest, as in `thin_wire`."""
+def lab(speeds: Sequence[str], queue: float, repeats: int) -> dict[str, Any]:
+    """What the plan says, and what was measured, at some speeds; of several runs the fastest, as in `thin_wire`."""
     config = parse_run("train", ["--algorithm", "demo", "--task", LAB_TASK, *DEMO])[0]
     model = make_task(LAB_TASK).model()
     figures: dict[str, Any] = {"what": "lab", "task": LAB_TASK, "workers": LAB_WORKERS, "queue": queue, "rows": []}
     command = f"demo --wire '{DEMO[1]}' --route owners"
     with Lab(LAB_WORKERS, queue=queue) as place:
         around = [_run(place, "inf", command)]
-        for speed in SPEEDS:
-            runs = [_run(place, speed, command) for _ in range(LAB_RUNS)]
+        for speed in speeds:
+            runs = [_run(place, speed, command) for _ in range(repeats)]
             around.append(_run(place, "inf", command))
             free = min(run["seconds"] for run in around[-2:])
             cluster = Cluster(workers=LAB_WORKERS, network=Network(bandwidth=parse_bandwidth(speed)), step_time=free)
@@ -246,6 +246,8 @@ def main() -> None:
     parser.add_argument("--workers", default="2,8", help="of `cpu`, separated by commas (default: 2,8)")
     parser.add_argument("--repeats", type=int, default=ROUNDS, help=f"rounds of `cpu` (default: {ROUNDS})")
     parser.add_argument("--seeds", type=int, default=3, help="of `mean` (default: 3)")
+    parser.add_argument("--speeds", default=",".join(SPEEDS), help=f"of `lab` (default: {','.join(SPEEDS)})")
+    parser.add_argument("--runs", type=int, default=LAB_RUNS, help=f"of `lab`, at each speed (default: {LAB_RUNS})")
     parser.add_argument("--queue", type=float, default=QUEUE, help=f"of `lab`, seconds (default: {QUEUE})")
     parser.add_argument("--record", action="store_true", help="append the figures to records/owners.jsonl")
     given = parser.parse_args()
@@ -254,7 +256,7 @@ def main() -> None:
     elif given.what == "mean":
         figures = mean(given.seeds)
     else:
-        figures = sent() if given.what == "bytes" else lab(given.queue)
+        figures = sent() if given.what == "bytes" else lab(given.speeds.split(","), given.queue, given.runs)
     if given.record:
         record.append("owners", figures)
 

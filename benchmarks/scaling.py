@@ -5,6 +5,8 @@ What stands between double braces in the text is filled in from the records.
     {{ bytes }}                    what leaves a worker by each route
     {{ loss BASE / OTHER }}        two arms at the same seeds, a row for each number of workers and batch
     {{ back }}                     what owners send back
+    {{ mean }}                     what the mean of many 1-bit messages looks like
+    {{ left WORKERS / CODEC }}     of that table: what a codec leaves out
     {{ cpu ROUTE / WORKERS }}      milliseconds of CPU of a round
     {{ cpu-ratio ROUTE }}          with most workers over with fewest
     {{ entries WORKERS }}          values that a worker reads
@@ -111,6 +113,23 @@ def _back() -> str:
     return _table(["what comes back", "loss", "against gathered", "bytes of the first worker"], shown)
 
 
+def _left(row: Row, codec: str, of: str = "mean") -> str:
+    return f"{100 * row[f'{of} {codec}'][0]:.0f}%"
+
+
+def _mean() -> str:
+    codecs = ["32 in 1 bit", "128 in 1 bit", "128 in 2 bits", "128 in int8", "256 in 1 bit", "256 in 2 bits"]
+    rows = [
+        [f"{row['workers']}", f"{row['entries']:.0f}", f"{row['alone']:.0%}", *(_left(row, codec) for codec in codecs)]
+        for row in _newest("mean")["rows"]
+    ]
+    return _table(["workers", "entries of a block that were sent", "by one worker alone", *codecs], rows, left=0)
+
+
+def _of_mean(workers: str, codec: str) -> str:
+    return _left(next(row for row in _newest("mean")["rows"] if row["workers"] == int(workers)), codec)
+
+
 def _of_cpu(route: str, workers: str) -> Row:
     return next(row for row in _newest("cpu")["rows"] if (row["route"], row["workers"]) == (route, int(workers)))
 
@@ -121,12 +140,14 @@ def _cpu_ratio(route: str) -> str:
 
 
 def _lab() -> str:
-    told = _newest("lab")
-    rows = [
-        [row["speed"], f"{row['seconds']:.2f} s", f"{row['predicted']:.2f} s", f"{row['predicted'] / row['seconds'] - 1:+.0%}"]
-        for row in told["rows"]
-    ]
-    return _table(["links", "measured", "predicted", "off"], rows)
+    """All records in their order."""
+    rows = []
+    for told in (row for row in _rows("owners") if row["what"] == "lab"):
+        for row in told["rows"]:
+            off, queue = row["predicted"] / row["seconds"] - 1, f"{1e3 * told.get('queue', 0.02):g} ms"
+            times = [f"{row[what]:.2f} s" for what in ("free", "seconds", "predicted")]
+            rows.append([row["speed"], queue, *times, f"{off:+.0%}"])
+    return _table(["links", "queue", "without a limit", "measured", "predicted", "off"], rows)
 
 
 def _of_worlds() -> dict[tuple[int, str], Row]:
@@ -152,6 +173,8 @@ def _world(route: str, workers: str, field: str) -> str:
     row = _of_worlds()[int(workers), route]
     shown: dict[str, Callable[[float], str]] = {
         "seconds": lambda n: f"{n:.3g} s",
+        "mean": _mean,
+        "left": _of_mean,
         "cpu": lambda n: f"{n:.2g} s",
         "memory": lambda n: f"{n / 1024:.2g} GB",
     }
@@ -162,6 +185,8 @@ FILL: dict[str, Callable[..., str]] = {
     "bytes": _bytes,
     "loss": _loss,
     "back": _back,
+    "mean": _mean,
+    "left": _of_mean,
     "cpu": lambda route, workers: f"{1e3 * _of_cpu(route, workers)['cpu']:.0f} ms",
     "cpu-ratio": _cpu_ratio,
     "entries": lambda workers: f"{_of_cpu('owners', workers)['entries']:,}",

@@ -159,12 +159,16 @@ def _of_worlds() -> dict[tuple[int, str], Row]:
     return dict(sorted(found.items(), key=lambda item: (item[0][0], routes.index(item[0][1]))))
 
 
+def _gigabytes(mebibytes: float) -> str:
+    return f"{mebibytes * 2**20 / 1e9:.2g} GB"
+
+
 def _worlds() -> str:
     rows = []
     for (workers, route), row in _of_worlds().items():
         name = f"{route}, {workers // row['members']} sites" if row["members"] > 1 else route
         inside = show_bytes(row["inside"]) if row["inside"] else "-"
-        sent, cpu, memory = show_bytes(row["sent"]), f"{row['cpu']:.2g} s", f"{row['memory'] / 1024:.2g} GB"
+        sent, cpu, memory = show_bytes(row["sent"]), f"{row['cpu']:.2g} s", _gigabytes(row["memory"])
         rows.append([f"{workers:,}", name, f"{row['seconds']:.3g} s", sent, inside, cpu, memory])
     return _table(["workers", "route", "seconds", "sent", "inside", "CPU", "memory"], rows, left=2)
 
@@ -176,7 +180,7 @@ def _world(route: str, workers: str, field: str) -> str:
         "mean": _mean,
         "left": _of_mean,
         "cpu": lambda n: f"{n:.2g} s",
-        "memory": lambda n: f"{n / 1024:.2g} GB",
+        "memory": _gigabytes,
     }
     return shown.get(field, show_bytes)(row[field])
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -140,8 +140,8 @@ def mean(seeds: int) -> dict[str, Any]:
 class _Look:
     """What was seen of owners' shares: squares in all, squares that codecs leave out, entries, and those that one sent."""
 
-    total: Counter[str] = field(default_factory=Counter)
-    left: Counter[tuple[str, str]] = field(default_factory=Counter)
+    total: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    left: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     blocks: int = 0
     entries: int = 0
     alone: int = 0
@@ -184,7 +184,7 @@ def _look(workers: int, seed: int) -> _Look:
     def watched(received: ShareReceived, slots: Sequence[Tensor]) -> None:
         add_to(received, slots)
         if received.round > MEAN_STEPS - LOOKS:
-            ShareReceived.add_to = add_to  # type: ignore[method-assign]
+            ShareReceived.add_to = add_to
             look.at(received, slots)
             ShareReceived.add_to = watched  # type: ignore[method-assign]
 
@@ -198,7 +198,7 @@ def _look(workers: int, seed: int) -> _Look:
     try:
         world.run(worker)
     finally:
-        ShareReceived.add_to = add_to  # type: ignore[method-assign]
+        ShareReceived.add_to = add_to
     return look
 
 

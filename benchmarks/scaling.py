@@ -177,8 +177,6 @@ def _world(route: str, workers: str, field: str) -> str:
     row = _of_worlds()[int(workers), route]
     shown: dict[str, Callable[[float], str]] = {
         "seconds": lambda n: f"{n:.3g} s",
-        "mean": _mean,
-        "left": _of_mean,
         "cpu": lambda n: f"{n:.2g} s",
         "memory": _gigabytes,
     }

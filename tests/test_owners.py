@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from thinwire.network import Network, Op
 from thinwire.payload import Payload
 from thinwire.sharding.mesh import make_mesh, shard_model
 from thinwire.sharding.shards import reshard
+from thinwire.tools.plan.messages import NullLink
 
 SHAPES = [(100, 130), (70,), (3, 5), (), (64, 64), (700,), (0, 4), (2, 3, 70)]
 CHAINS = [
@@ -509,3 +511,39 @@ def test_what_goes_back_has_four_times_the_entries_or_what_was_asked_for() -> No
     assert Owners().back_of(Chain.of(Ternary())) == Chain.of(Ternary())
     assert Owners(DCT(16) >> TopK(9) >> Int8()).back_of(chain) == Chain.of(DCT(16) >> TopK(9) >> Int8())
     assert Owners(Int8()).back_of(Chain.of(Float("bf16"))) == Chain.of(Float("bf16")), "what is exact stays so"
+
+
+def test_codecs_that_change_with_the_rounds_and_what_is_owed_goes_on() -> None:
+    many, few = DCT(16) >> TopK(24) >> Sign(), DCT(16) >> TopK(8) >> Sign()
+    shapes = [(64, 48), (40,)]
+
+    def worker(link: Link) -> tuple[list[Tensor], list[Tensor], list[int]]:
+        params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        opt = thinwire.DeMo(params, link, lr=0.1, codec=thinwire.CodecSchedule(many, 2, few), route="owners")
+        owed, sent = [], [0]
+        for step in range(4):
+            for p, t in zip(params, contribution(10 * step + link.rank, shapes), strict=True):
+                p.grad = t
+            opt.step()
+            owed.append(torch.cat([opt.own_state[p]["owed"].flatten() for p in params]))
+            sent.append(sum(opt.meter.purposes[what].sent for what in ("round", "back")))
+        return [p.detach() for p in params], owed, [b - a for a, b in itertools.pairwise(sent)]
+
+    results = World(3).run(worker)
+    for rank, (params, owed, sent) in enumerate(results):
+        assert_same(params, results[0][0], "bit-equal on all workers")
+        assert all(rest.abs().sum() > 0 for rest in owed) and len({rest.shape for rest in owed}) == 1
+        like = [torch.zeros(shape) for shape in shapes]
+        due = [sum(owned_nbytes(Owners(), Chain.of(c), like, range(2), 3).sent(rank)) for c in (many, many, few, few)]
+        assert sent == due
+
+
+def test_codecs_whose_owners_would_keep_the_rest_in_different_domains_are_refused() -> None:
+    model = nn.Linear(8, 8)
+    with pytest.raises(ConfigError, match="must have the same transform"):
+        thinwire.DiLoCo(
+            adamw(model.parameters()),
+            NullLink(3),
+            codec=thinwire.CodecSchedule(DCT(4) >> TopK(2) >> Sign(), 2, Fp4()),
+            route="owners",
+        )

@@ -30,6 +30,10 @@ from thinwire.errors import ConfigError
 Op = Literal["mean", "gather", "broadcast", "pair", "deal", "spread"]
 
 GOODPUT = 1448 / 1514  # of an Ethernet link: a frame of 1514 bytes has headers of Ethernet, IP and TCP with timestamps
+# On the wire with every part that goes straight to another worker, however short: gloo says that it is ready to send, that it
+# is ready to receive and what comes, 48 bytes each in a frame of its own, and TCP acknowledges these three (66 bytes of headers
+# each time). The lab counts 562.
+CONTROL_NBYTES = 3 * (48 + 66) + 3 * 66
 BACKWARD = 2 / 3  # of a step: a backward pass has twice the matrix products of a forward pass
 
 

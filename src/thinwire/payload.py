@@ -38,6 +38,8 @@ class Payload:
         source: of a broadcast, the rank whose message all workers get.
         dealt: of a message that is dealt, the length in bytes of its part for each rank, one after the other.
         due: of a message that is dealt or spread, the length in bytes of what comes from each rank.
+        of_several: of a message that repeats others, those others, for receivers in the same process, as in the simulator; it
+            does not travel.
     """
 
     data: Tensor
@@ -49,6 +51,7 @@ class Payload:
     source: int = 0
     dealt: tuple[int, ...] = ()
     due: tuple[int, ...] = ()
+    of_several: Delivery | None = None
 
     def __post_init__(self) -> None:
         """Refuse anything but a flat contiguous buffer."""

@@ -115,6 +115,13 @@ def test_the_commands_that_make_a_lab() -> None:
     assert all(c.split()[1] == "-n" for c in inside), "nothing is done in the machine's own network"
 
 
+def test_the_queue_of_a_wire() -> None:
+    (command, *_) = net.commands_shape("x", (Rates(2e6, 2e6),), 0.5)
+    assert " ".join(command).endswith("tbf rate 2000000bit burst 4000b latency 500ms")
+    with pytest.raises(ConfigError, match="queue must be above zero seconds, got 0"):
+        Lab(2, queue=0)
+
+
 def test_what_a_job_finds_in_its_environment() -> None:
     found = Lab(3).environment(2)
     assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == ("2", "3", "0", "1")

@@ -51,7 +51,7 @@ STEP = 0.05  # seconds; a message of the model below takes about as long
 
 
 def cluster(workers: int = 4, network: Network = NETWORK, step_time: float = STEP, **more: float) -> Cluster:
-    return Cluster(workers=workers, network=network, step_time=step_time, **({"goodput": 1.0} | more))
+    return Cluster(workers=workers, network=network, step_time=step_time, **({"goodput": 1.0, "control": 0} | more))
 
 
 def model() -> nn.Module:

@@ -11,6 +11,7 @@ Both parts are byte-aligned for every eighth number, so any range can be read wi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -57,6 +58,34 @@ def pack(numbers: NDArray[np.integer], width: int) -> Bytes:
             word |= eights[:, i].astype(np.uint64) << np.uint64(i * r)
         out[count * q :].reshape(-1, r)[:] = word.view(np.uint8).reshape(-1, 8)[:, :r]
     return out
+
+
+def packed_segments(count: int, width: int) -> tuple[int, ...] | None:
+    """Lengths of the two parts of `count` packed numbers; None where the last eight are not all there.
+
+    Rows of `count` numbers that are packed as one have the first parts of all rows, then the second ones: see `cut`.
+    """
+    q, r = divmod(width, 8)
+    return None if r and count % 8 else (count * q, count // 8 * r)
+
+
+def cut(together: Bytes, lengths: Sequence[int], rows: int) -> Bytes:
+    """Rows that were written as one: of parts of these lengths, each part of all rows after the other.
+
+    Returns:
+        [rows, sum(lengths)].
+    """
+    ends = np.cumsum([0, *lengths]) * rows
+    parts = [together[a:b].reshape(rows, -1) for a, b in itertools.pairwise(ends) if a < b]
+    return parts[0] if len(parts) == 1 else np.concatenate([np.empty((rows, 0), np.uint8), *parts], axis=1)
+
+
+def joined(rows: Bytes, lengths: Sequence[int]) -> Bytes:
+    """What `cut` takes apart."""
+    if len(rows) == 1:
+        return rows[0]
+    ends = np.cumsum([0, *lengths])
+    return np.concatenate([np.empty(0, np.uint8), *(rows[:, a:b].reshape(-1) for a, b in itertools.pairwise(ends))])
 
 
 def unpack(packed: Bytes, count: int, width: int, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.codecs.alike import Alike, Range, alike
 from thinwire.codecs.base import Messages
 from thinwire.codecs.bits import Bytes
 from thinwire.codecs.chain import Chain
@@ -30,10 +31,8 @@ from thinwire.codecs.encoder import Chosen, Encoded, encode_share
 from thinwire.codecs.layout import Grid, Group, Layout, Shape
 from thinwire.codecs.message_plan import Kept, Message, Plan, narrow, plan_for, plan_of, shapes_of
 from thinwire.codecs.stages import DENSE_GROUP, Floats
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, WireError
 from thinwire.payload import Payload
-
-Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -80,33 +79,32 @@ class Deal:
     shares: tuple[Share, ...]
     entries: tuple[tuple[tuple[int, int, int], ...], ...]
 
-    @property
+    @functools.cached_property
     def up_nbytes(self) -> tuple[int, ...]:
         """Length in bytes of what a worker sends of each share."""
         return tuple(share.up.nbytes for share in self.shares)
 
-    @property
+    @functools.cached_property
     def back_nbytes(self) -> tuple[int, ...]:
         """Length in bytes of each owner's mean."""
         return tuple(share.back.nbytes for share in self.shares)
 
+    @functools.cached_property
+    def _up(self) -> tuple[Alike, ...]:
+        return alike([(share.up, share.groups, share.rows, share.whole) for share in self.shares])
+
+    @functools.cached_property
+    def _back(self) -> tuple[Alike, ...]:
+        return alike([(share.back, share.groups, share.rows, share.whole) for share in self.shares])
+
     def write(self, chosen: list[Chosen], whole: Floats) -> tuple[list[Bytes], list[Floats], Floats]:
         """The messages for all owners, one after the other: see `encoder.Write`."""
-        written: list[Bytes] = []
+        out = np.empty(sum(self.up_nbytes), np.uint8)
         read, sent = [np.empty_like(values) for _, values in chosen], np.empty_like(whole)
-        for share in self.shares:
-            for section in share.up.parts[0].sections:
-                if section.group is None:
-                    raw, back = self.chain.values.write(_taken(whole, share.whole), section.row)
-                    _put(sent, share.whole, back)
-                else:
-                    (indices, values), rows = chosen[share.groups[section.number]], share.rows[section.number]
-                    if section.code is not None and indices is not None:
-                        written.append(section.code.encode(_taken(indices, rows)))
-                    raw, back = self.chain.values.write(_taken(values, rows).reshape(-1), section.row)
-                    _put(read[share.groups[section.number]], rows, back.reshape(-1, section.k))
-                written.append(raw)
-        return written, read, sent
+        for some in self._up:
+            indices, values = (None, whole) if some.number < 0 else chosen[some.number]
+            some.write(out, self.chain.values, indices, values, sent if some.number < 0 else read[some.number])
+        return [out], read, sent
 
     def receive(self, owner: int, messages: Messages) -> ShareReceived:
         """What all workers sent of an owner's share, checked from end to end."""
@@ -133,13 +131,19 @@ class Deal:
         plan = plan_for(self.back, self.plan.layout)
         kept = [Kept(*_room(self.back, group)) for group in plan.layout.groups]
         whole = np.empty(plan.layout.dense_numel, np.float32)
-        for owner, (share, payload) in enumerate(zip(self.shares, payloads, strict=True)):
-            said = ShareReceived(self.back, share.back, Messages([payload], like, round, ids=[owner])).message()
-            for number, rows, found in zip(share.groups, share.rows, said.kept, strict=True):
-                _put(kept[number].values, rows, found.values)
-                if (indices := kept[number].indices) is not None and found.indices is not None:
-                    _put(indices, rows, found.indices)
-            _put(whole, share.whole, said.dense.numpy())
+        raws = [payload.raw().cpu().numpy() for payload in payloads]
+        try:
+            for owner, (raw, nbytes) in enumerate(zip(raws, self.back_nbytes, strict=True)):
+                if len(raw) != nbytes:
+                    raise WireError(f"a mean of {len(raw)} bytes, where {nbytes} are due", rank=owner)
+            together = np.concatenate(raws)
+            for some in self._back:
+                room = Kept(None, whole) if some.number < 0 else kept[some.number]
+                some.read(together, self.back.values, room.indices, room.values)
+        except WireError:
+            for owner, (share, payload) in enumerate(zip(self.shares, payloads, strict=True)):
+                ShareReceived(self.back, share.back, Messages([payload], like, round, ids=[owner]))  # raises in its name
+            raise
         device = payloads[0].data.device
         together = Message(Payload(torch.empty(0, dtype=torch.uint8, device=device)), True, kept, torch.from_numpy(whole))
         return kind(self.back, plan, Messages([together.payload], like, round), own=(0, together))
@@ -163,16 +167,27 @@ class Deal:
 class ShareReceived(Received):
     """Messages of one share."""
 
-    def message(self) -> Message:
-        """What the first of the messages says."""
-        layout = self.plan.layout
-        ends = [group.blocks * self.plan.of_group[n][0].k for n, group in enumerate(layout.groups)]
-        values = [
-            self._values(0, number, 0, end).reshape(-1, self.plan.of_group[number][0].k) for number, end in enumerate(ends)
-        ]
-        kept = [Kept(None if room is None else room[0], read) for room, read in zip(self._indices, values, strict=True)]
-        whole = self._values(0, -1, 0, layout.dense_numel) if layout.dense_numel else np.empty(0, np.float32)
-        return Message(self.messages.payloads[0], True, kept, torch.from_numpy(whole))
+    def _check(self) -> list[float]:
+        """Read everything in one go; the messages are of one share, so they are short."""
+        plan, bodies = self.plan, self._bodies
+        self._read_all: dict[int, Floats] = {}
+        try:
+            if any(len(body) != plan.nbytes for body in bodies):
+                raise WireError("a part of another length")
+            together = np.stack(bodies)
+            for section in (*plan.sections, *plan.whole):
+                if section.code is not None and (room := self._indices[section.number]) is not None:
+                    section.code.read_all(together[:, section.start : section.middle], room)
+                values = self.chain.values.read_all(together[:, section.middle : section.stop], section.row)
+                self._note(values)
+                self._read_all[section.number] = values.reshape(len(bodies), -1)
+        except WireError:
+            super()._check()  # raises in somebody's name
+            raise
+        return [0.0] * len(bodies)
+
+    def _weighted(self, number: int, start: int, stop: int) -> Floats:
+        return self._read_all[number][:, start:stop]
 
     def add_to(self, slots: Sequence[Tensor]) -> None:
         """Add the mean to slots, in the domain of the transform."""
@@ -193,17 +208,6 @@ class ShareReceived(Received):
 def _room(chain: Chain, group: Group) -> tuple[np.ndarray | None, Floats]:
     shape = (group.blocks, chain.selection.count(group.L))
     return np.empty(shape, narrow(group.L)) if chain.selection.indexed else None, np.empty(shape, np.float32)
-
-
-def _taken(array: np.ndarray, ranges: Sequence[Range]) -> np.ndarray:
-    return np.concatenate([array[a:b] for a, b in ranges]) if len(ranges) != 1 else array[slice(*ranges[0])]
-
-
-def _put(array: np.ndarray, ranges: Sequence[Range], values: np.ndarray) -> None:
-    at = 0
-    for a, b in ranges:
-        array[a:b] = values[at : at + b - a]
-        at += b - a
 
 
 def check_dealt(chain: Chain, back: Chain) -> None:

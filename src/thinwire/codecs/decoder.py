@@ -225,7 +225,7 @@ class Received:
             place = batch.places(self.chain.selection.positions(group.L, self.round, batch.start, batch.stop))
             return place.reshape(-1), self.mean.columns(values, self._weights)
         indices = room[:, batch.start : batch.stop]
-        places = np.stack([batch.places(rows.astype(np.int64)).reshape(-1) for rows in indices])
+        places = batch.places(indices.astype(np.int64)).reshape(len(indices), -1)
         return self.mean.entries(places, values, self._weights)
 
     def _batches(self, number: int, group: Group) -> Sequence[Batch]:

@@ -23,12 +23,14 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.codecs.bits import Bytes, pack, packed_nbytes, padding_is_zero, unpack_all
+from thinwire.codecs.bits import Bytes, cut, joined, pack, packed_nbytes, packed_segments, padding_is_zero, unpack_all
 from thinwire.codecs.registry import INDEX_CODES
 from thinwire.errors import WireError
 from thinwire.kernels import Kernels, library
 
 Indices = NDArray[np.int64]
+
+_AT_ONCE = 1 << 12  # sets that are decoded in one go
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,34 @@ class IndexCode(ABC):
                 raise WireError("duplicate index, or indices out of order, in a block")
         return indices.reshape(len(codes), stop - start, self.k)
 
+    def segments(self, n: int) -> tuple[int, ...] | None:  # noqa: ARG002
+        """Lengths of the parts of a code of n sets, where several codes that are written as one can be cut: see `bits.cut`."""
+        return None
+
+    def encode_all(self, indices: NDArray[np.integer]) -> Bytes:
+        """The codes of several times n sets [rows, n, k], [rows, nbytes(n)]: the bytes of `encode` of each, in one go."""
+        rows, n, k = indices.shape
+        if (lengths := self.segments(n)) is None:
+            return np.stack([self.encode(one) for one in indices])
+        return cut(self.encode(indices.reshape(rows * n, k)), lengths, rows)
+
+    def read_all(self, codes: Bytes, out: NDArray[np.integer]) -> None:
+        """Read several codes [rows, nbytes(n)] into `out` [rows, n, k], in one go where that is possible.
+
+        Raises:
+            WireError: see `decode`; it does not say which of the codes is meant.
+        """
+        rows, n, k = out.shape
+        lengths, together = self.segments(n), max(1, _AT_ONCE // n)
+        step = 1 if lengths is None else together
+        for first in range(0, rows, step):
+            code = codes[first] if lengths is None else joined(codes[first : first + step], lengths)
+            here = out[first : first + step].reshape(-1, k)  # a view: `out` is contiguous
+            if not self.read_into(code, here):
+                for a in range(0, len(here), _AT_ONCE):
+                    b = min(a + _AT_ONCE, len(here))
+                    here[a:b] = self.decode(code, len(here), a, b)
+
     @property
     def bound(self) -> float:
         """log2 C(L, k), the fewest bits that tell all sets apart."""
@@ -132,6 +162,10 @@ class Packed(IndexCode):
     def _read_all(self, codes: Sequence[Bytes], n: int, start: int, stop: int) -> Indices:
         numbers = unpack_all(codes, n * self.k, self.width, start * self.k, stop * self.k)
         return numbers.astype(np.int64, copy=False).reshape(-1, self.k)
+
+    def segments(self, n: int) -> tuple[int, ...] | None:
+        """See `IndexCode`."""
+        return packed_segments(n * self.k, self.width)
 
     def _padding(self, code: Bytes, n: int) -> bool:
         return padding_is_zero(code, n * self.k, self.width)
@@ -168,6 +202,10 @@ class Bitmap(IndexCode):
         if len(found) and (int(found[:, 0].min()) < 0 or int(found[:, -1].max()) >= self.bits):  # a bit of a neighbour
             raise WireError(f"a bitmap does not mark {self.k} entries of a block")
         return found
+
+    def segments(self, n: int) -> tuple[int, ...] | None:
+        """See `IndexCode`."""
+        return (self.nbytes(n),)
 
     def _padding(self, code: Bytes, n: int) -> bool:
         spare = self.bits - self.L
@@ -234,6 +272,11 @@ class EliasFano(IndexCode):
             low = unpack_all([code[middle:] for code in codes], n * self.k, self.low, start * self.k, stop * self.k)
             indices |= low.reshape(-1, self.k)
         return indices
+
+    def segments(self, n: int) -> tuple[int, ...] | None:
+        """See `IndexCode`."""
+        low = packed_segments(n * self.k, self.low)
+        return None if low is None else (self._row.nbytes(n), *low)
 
     def _padding(self, code: Bytes, n: int) -> bool:
         middle = self._row.nbytes(n)

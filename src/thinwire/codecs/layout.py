@@ -187,10 +187,10 @@ class Batch:
         """Where entries of blocks are when the pieces lie one after the other.
 
         Args:
-            indices: [blocks, k], entries within their block.
+            indices: [..., blocks, k], entries within their block.
 
         Returns:
-            [blocks, k].
+            [..., blocks, k].
         """
         corner, stride = self.corners
         grid = self.pieces[0].grid

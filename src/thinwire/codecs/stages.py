@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.codecs.bits import Bytes
+from thinwire.codecs.bits import Bytes, cut, joined
 from thinwire.codecs.registry import VALUE_FORMATS
 from thinwire.errors import ConfigError, WireError, check_whole_number
 from thinwire.kernels import Kernels
@@ -126,6 +126,10 @@ class Row:
         """Whether no block has fewer than k values."""
         return all(n % self.k == 0 for n in self.lengths)
 
+    def times(self, rows: int) -> Row:
+        """So many of these rows, as one."""
+        return self if rows == 1 else _repeated(self, rows)
+
     def groups(self, g: int) -> int:
         """How many groups of at most g values there are; none has values of two tensors."""
         return sum(-(-n // g) for n in self.lengths)
@@ -141,6 +145,11 @@ class Row:
     @functools.cached_property
     def _borders(self) -> dict[int, Indices]:
         return {}
+
+
+@functools.lru_cache(maxsize=256)
+def _repeated(row: Row, times: int) -> Row:
+    return Row(row.k, row.lengths * times)
 
 
 @dataclass(frozen=True, repr=False)
@@ -189,6 +198,29 @@ class Values(ABC):
     def read_into(self, raw: Bytes, row: Row, start: int, stop: int, out: Floats) -> bool:  # noqa: ARG002
         """`read` of values that have been checked, into `out`, by a C kernel; False where there is none."""
         return False
+
+    def segments(self, row: Row) -> tuple[int, ...] | None:
+        """Lengths of the parts of a row's bytes, where several rows that are written as one can be cut: see `bits.cut`."""
+        return None if self.wire_dtype is None else (self.nbytes_of(row),)
+
+    def write_all(self, values: Floats, row: Row, rows: int) -> tuple[Bytes, Floats]:
+        """`write` of several such rows, one after the other: [rows, nbytes] and what is read, in one go where possible."""
+        if rows > 1 and (lengths := self.segments(row)) is not None:
+            raw, read = self.write(values, row.times(rows))
+            return cut(raw, lengths, rows), read
+        each = [self.write(one, row) for one in values.reshape(rows, -1)]
+        return np.stack([raw for raw, _ in each]), np.concatenate([read for _, read in each])
+
+    def read_all(self, raw: Bytes, row: Row) -> Floats:
+        """`read` of several such rows [rows, nbytes], one after the other, in one go where possible.
+
+        Raises:
+            WireError: see `read`; it does not say which of the rows is meant.
+        """
+        if len(raw) > 1 and (lengths := self.segments(row)) is not None:
+            many = row.times(len(raw))
+            return self.read(joined(raw, lengths), many, 0, many.count)
+        return np.concatenate([self.read(one, row, 0, row.count) for one in raw])
 
     def check(self, raw: Bytes, row: Row) -> float:
         """A number that no value is larger than in magnitude; all are checked as `read` does, without keeping them.

@@ -21,6 +21,7 @@ from thinwire.codecs.bits import (
     pack,
     pack_threes,
     packed_nbytes,
+    packed_segments,
     padding_is_zero,
     unpack,
     unpack_threes,
@@ -150,6 +151,14 @@ class Scaled(Values, Stage):
     def _check_padding(self, codes: Bytes, count: int) -> None:
         if not padding_is_zero(codes, count, int(self.width)):
             raise WireError("the padding of a value section is not zero")
+
+    def segments(self, row: Row) -> tuple[int, ...] | None:
+        """Scales, and the parts of the codes."""
+        codes = self._code_segments(row.count)
+        return None if codes is None else (self._head(row), *codes)
+
+    def _code_segments(self, count: int) -> tuple[int, ...] | None:
+        return packed_segments(count, int(self.width))
 
     def _codes_nbytes(self, count: int) -> int:
         return packed_nbytes(count, int(self.width))
@@ -296,6 +305,9 @@ class Ternary(Scaled):
     def _check_bytes(codes: Bytes) -> None:
         if (codes > MOST_THREES).any():
             raise WireError(f"a byte of {codes.max()}, where five values of three make at most {MOST_THREES}")
+
+    def _code_segments(self, count: int) -> tuple[int, ...] | None:
+        return None if count % 5 else (count // 5,)
 
     def _codes_nbytes(self, count: int) -> int:
         return -(-count // 5)

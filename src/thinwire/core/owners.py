@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import struct
 import zlib
 from collections.abc import Sequence
@@ -137,9 +138,14 @@ class Owned(Exchange):
         if invalid:
             raw = torch.zeros_like(raw)
         weight = b"" if self.weight is None else _WEIGHT.pack(self.weight)
-        parts = [self._framed(p, self.peers.rank, to, weight) for to, p in enumerate(raw.split(self._up_nbytes))]
+        whole, starts = raw.cpu().numpy().data, itertools.accumulate(self._up_nbytes, initial=0)
+        parts = [
+            self._framed(whole[at : at + n], self.peers.rank, to, weight)
+            for to, (at, n) in enumerate(zip(starts, self._up_nbytes, strict=False))
+        ]
         due = sent_nbytes(self._up_nbytes[self.peers.rank], weighted=self.weight is not None)  # from each worker
-        return body.like(torch.cat(parts)).in_parts([p.numel() for p in parts], [due] * self.peers.size), "deal"
+        framed = Payload.of_bytes(b"".join(parts)).data.to(raw.device)
+        return body.like(framed).in_parts([len(p) for p in parts], [due] * self.peers.size), "deal"
 
     # --- Frames ------------------------------------------------------------------------------------------------------------
 
@@ -154,29 +160,28 @@ class Owned(Exchange):
         )
         return hashlib.sha256(told).digest()[:8] + struct.pack("<Q", self.round)
 
-    def _sum(self, raw: Tensor, sender: int, to: int, weight: bytes) -> bytes:
+    def _sum(self, raw: memoryview, sender: int, to: int, weight: bytes) -> bytes:
         start = zlib.crc32(self._seed + struct.pack("<ii", sender, to) + weight)
-        return struct.pack("<I", zlib.crc32(raw.cpu().numpy().data, start))
+        return struct.pack("<I", zlib.crc32(raw, start))
 
-    def _framed(self, raw: Tensor, sender: int, to: int, weight: bytes = b"") -> Tensor:
+    def _framed(self, raw: memoryview, sender: int, to: int, weight: bytes = b"") -> bytes:
         """A part with its checksum and weight before it; one that says nothing does not travel."""
-        if not raw.numel():
-            return raw
-        head = torch.frombuffer(bytearray(self._sum(raw, sender, to, weight) + weight), dtype=torch.uint8)
-        return torch.cat([head.to(raw.device), raw])
+        return b"".join([self._sum(raw, sender, to, weight), weight, raw]) if raw.nbytes else b""
 
-    def _unframed(self, message: Payload, sender: int, to: int, nbytes: int, *, weighted: bool) -> tuple[Payload, float]:
-        raw, size = message.raw(), WEIGHT_NBYTES * weighted
-        if raw.numel() != (due := sent_nbytes(nbytes, weighted=weighted)):
-            raise WireError(f"a part of {raw.numel()} bytes, where {due} are due", rank=sender)
-        head = raw[: SUM_NBYTES + size].cpu().numpy().tobytes()
-        told, weight, body = head[:SUM_NBYTES], head[SUM_NBYTES:], raw[SUM_NBYTES + size :]
-        if self._sum(body, sender, to, weight) != told:  # in the same words on all workers, whose parts differ
+    def _unframed(self, message: Payload, sender: int, to: int, nbytes: int, *, weighted: bool) -> tuple[Tensor, float]:
+        """The body of a part, in memory of its own, since numbers must be aligned, and its weight."""
+        size = SUM_NBYTES + WEIGHT_NBYTES * weighted
+        if message.nbytes != (due := sent_nbytes(nbytes, weighted=weighted)):
+            raise WireError(f"a part of {message.nbytes} bytes, where {due} are due", rank=sender)
+        raw = message.raw().cpu().numpy()
+        head, body = raw[:size].tobytes(), raw[size:].copy()
+        told, weight = head[:SUM_NBYTES], head[SUM_NBYTES:]
+        if self._sum(body.data, sender, to, weight) != told:  # in the same words on all workers, whose parts differ
             raise WireError(f"wrong checksum of a part of round {self.round}, so it was damaged on the way", rank=sender)
         value = _WEIGHT.unpack(weight)[0] if weighted else 1.0
         if not 0 <= value < float("inf"):
             raise WireError(f"weight {value!r}, which must be finite and not negative", rank=sender)
-        return message.like(body.clone()).of(sender), value  # a copy: numbers must be aligned
+        return torch.from_numpy(body).to(message.data.device), value
 
     # --- Arriving ----------------------------------------------------------------------------------------------------------
 
@@ -215,12 +220,12 @@ class Owned(Exchange):
         if weights is not None and not sum(weights) > 0:
             raise WireError("the weights of all workers are zero")
         cuts = [part.deal.up_nbytes[me] for part in self.dealt]
-        bodies = [body.raw().split(cuts) for body, _ in opened]
+        bodies = [body.split(cuts) if len(cuts) > 1 else (body,) for body, _ in opened]
         means, kept = [], []
         for nth, part in enumerate(self.dealt):
             slots, olds = self._slots(part)
             if cuts[nth]:
-                mine = [Payload(pieces[nth].clone()) for pieces in bodies]
+                mine = [Payload(pieces[nth].clone() if len(cuts) > 1 else pieces[nth]) for pieces in bodies]
                 how = Messages(mine, self.like[part.here], self.round, self.outgoing.mean, weights, ids)
                 received = part.deal.receive(me, how)
                 received.add_to(slots)
@@ -255,8 +260,8 @@ class Owned(Exchange):
 
     def _send_back(self, means: list[bytes]) -> list[Payload]:
         """Send this worker's share to all, and get theirs."""
-        raw = Payload.of_bytes(b"".join(means)).data
-        framed = self._framed(raw.to(self.posted.data.device), self.peers.rank, _ALL)
+        raw = self._framed(memoryview(b"".join(means)), self.peers.rank, _ALL)
+        framed = Payload.of_bytes(raw).data.to(self.posted.data.device)
         message = Payload(framed, purpose="back", due=tuple(map(sent_nbytes, self._back_nbytes)))
         return self.link.post(message, "spread").wait()
 
@@ -268,10 +273,10 @@ class Owned(Exchange):
         kind = DecodedOnce if isinstance(payloads, Delivery) else Received
         cuts: list[list[Payload]] = [[] for _ in self.dealt]
         for owner, (payload, nbytes) in enumerate(zip(payloads, self._back_nbytes, strict=True)):
-            body = self._unframed(payload, owner, _ALL, nbytes, weighted=False)[0] if nbytes else payload
-            pieces = body.raw().split([part.deal.back_nbytes[owner] for part in self.dealt])
+            body = self._unframed(payload, owner, _ALL, nbytes, weighted=False)[0] if nbytes else payload.raw()
+            pieces = body.split([part.deal.back_nbytes[owner] for part in self.dealt])
             for some, piece in zip(cuts, pieces, strict=True):
-                some.append(Payload(piece.clone()))
+                some.append(Payload(piece.clone() if len(cuts) > 1 else piece))
         return [
             part.deal.read(some, self.like[part.here], round=self.round, kind=kind)
             for part, some in zip(self.dealt, cuts, strict=True)
@@ -285,7 +290,7 @@ class Owned(Exchange):
         said = _UNREAD * failed | _INVALID * self.invalid | _OVERFLOW * too_large
         ballot = Payload.of_bytes(bytes([said]), purpose="vote", fixed=True)
         told = self.link.post(replace(ballot, due=(1,) * self.peers.size), "spread").wait()  # one hop: a gather goes round
-        votes = {p.sender: p.to_bytes()[0] for p in told}
+        votes = once(told, "votes", lambda: {p.sender: p.to_bytes()[0] for p in told})
         culprits = [rank for rank, vote in votes.items() if rank is not None and vote & _INVALID]
         if culprits or any(vote & _OVERFLOW for vote in votes.values()):
             raise refusal(self.round, self.peers, culprits or [-1])

@@ -12,6 +12,7 @@ from torch import Tensor
 from thinwire.codecs.aggregate import PLAIN, Mean
 from thinwire.codecs.base import Codec
 from thinwire.codecs.deal import Deal, deal_of
+from thinwire.codecs.schedule import CodecSchedule
 from thinwire.codecs.wire import HEADER_NBYTES
 from thinwire.core.joining import JoiningOptimizer
 from thinwire.core.outgoing import Outgoing
@@ -106,6 +107,9 @@ class OwningOptimizer(JoiningOptimizer):
         for slot, codec in self.owed_codecs().items():
             if not keeps_rest(self.owners, codec):
                 continue
+            first, *others = (one for one in self.codecs.codecs if not one.linear)
+            for other in others:  # what is owed goes on from one codec to the next
+                CodecSchedule(first, 1, other).check_slots(self.params())
             self._slots[slot] = "owed"
             shapes = self._deal_of(codec, self.peers.size).shares[self.peers.rank].slot_shapes()
             for p, shape in zip(self._active, shapes, strict=True):

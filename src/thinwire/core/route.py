@@ -118,6 +118,11 @@ class Halves(NamedTuple):
         up, back = zip(*(self.sent(rank) for rank in range(len(self.up))), strict=True)
         return max(up), max(back)
 
+    def most_moved(self) -> tuple[int, int]:
+        """Bytes that whoever sends or gets most sends or gets in each half: all other workers' parts, then all other means."""
+        others, (up, back) = len(self.up) - 1, self.most_sent()
+        return max(up, others * max(self.up)), max(back, sum(self.back) - min(self.back))
+
 
 def owned_nbytes(
     owners: Owners, codec: Codec, model: Sequence[Tensor], which: Sequence[int], workers: int, *, weighted: bool = False

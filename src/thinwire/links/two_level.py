@@ -20,7 +20,7 @@ from thinwire.errors import ConfigError, LinkError, RoundAborted, ThinwireError,
 from thinwire.links.base import Link, Peers, Ticket
 from thinwire.links.metered import metered
 from thinwire.network import Op, Traffic
-from thinwire.payload import Payload
+from thinwire.payload import Delivery, Payload, once
 
 _ERRORS: tuple[type[ThinwireError], ...] = (RoundAborted, WireError, LinkError)  # that all members of a site raise together
 _LONGEST_TEXT = 4096  # bytes of an error that is told inside
@@ -134,33 +134,33 @@ class TwoLevel(Link):
         senders = [-1 if p.sender is None else p.sender for p in result] if error is None else [-1]
         head = torch.zeros(2 + 2 * room, dtype=torch.int64)
         head[: 2 + 2 * len(lengths)] = torch.tensor([kind, len(lengths), *lengths, *senders])
-        told = self._broadcast(head.view(torch.uint8)).cpu().view(torch.int64).tolist()
+        told = self._broadcast(head.view(torch.uint8)).data.cpu().view(torch.int64).tolist()
         kind, count = told[:2]
         most = _LONGEST_TEXT if kind or like is None else max(like.nbytes, like.longest, *like.due)
         if not (0 <= kind <= len(_ERRORS) and 0 <= count <= room and all(0 <= n <= most for n in told[2 : 2 + count])):
             raise WireError(f"a result of kind {kind} with {count} messages, at most {room} of {most} bytes can be", rank=0)
         lengths, senders = told[2 : 2 + count], told[2 + count : 2 + 2 * count]
-        data = self._body(result, text, sum(lengths), like)
+        body = self._body(result, text, sum(lengths), like)
         if error is not None:
             raise error
         if kind:
             raise _ERRORS[kind - 1](
-                f"the member that sends for this site: {data.cpu().numpy().tobytes().decode(errors='replace')}"
+                f"the member that sends for this site: {body.data.cpu().numpy().tobytes().decode(errors='replace')}"
             )
-        return result if self.sends or like is None else _messages(data, lengths, senders, like)
+        return result if self.sends or like is None else _messages(body, lengths, senders, like)
 
-    def _body(self, result: Sequence[Payload], text: bytes, nbytes: int, like: Payload | None) -> torch.Tensor:
+    def _body(self, result: Sequence[Payload], text: bytes, nbytes: int, like: Payload | None) -> Payload:
         """What stands in all messages of a result, one after the other, on all members."""
         device = "cpu" if like is None else like.data.device
-        if not nbytes:
-            return torch.empty(0, dtype=torch.uint8, device=device)
-        if not self.sends:
-            return self._broadcast(torch.empty(nbytes, dtype=torch.uint8, device=device))
-        parts = [p.raw() for p in result] or [torch.frombuffer(bytearray(text), dtype=torch.uint8)]
-        return self._broadcast(torch.cat(parts))
+        if not nbytes or not self.sends:
+            empty = Payload(torch.empty(nbytes, dtype=torch.uint8, device=device))
+            return self._broadcast(empty.data) if nbytes else empty
+        if text:
+            return self._broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        return self._broadcast(_joined(result), result if isinstance(result, Delivery) else None)
 
-    def _broadcast(self, data: torch.Tensor) -> torch.Tensor:
-        return self.inside.broadcast(Payload(data, purpose="site result")).data
+    def _broadcast(self, data: torch.Tensor, of: Delivery | None = None) -> Payload:
+        return self.inside.broadcast(Payload(data, purpose="site result", of_several=of))
 
     def tick(self) -> None:
         """Count a step on the thin link."""
@@ -183,10 +183,17 @@ class TwoLevel(Link):
         return self.between.straight_traffic(dealt, due) if self.sends else Traffic(0, 0)
 
 
-def _messages(data: torch.Tensor, lengths: Sequence[int], senders: Sequence[int], like: Payload) -> list[Payload]:
-    """The messages of a result, as the member that sends has them."""
+def _joined(messages: Sequence[Payload]) -> torch.Tensor:
+    """All bytes, one message after the other; made once where several workers of this process have them."""
+    return once(messages, "joined", lambda: torch.cat([p.raw() for p in messages]))
+
+
+def _messages(body: Payload, lengths: Sequence[int], senders: Sequence[int], like: Payload) -> list[Payload]:
+    """The messages of a result, as the member that sends has them; in the simulator those very ones."""
+    if (several := body.of_several) is not None and torch.equal(_joined(several), body.data):
+        return several
     found = []
-    for part, sender in zip(data.split(list(lengths)), senders, strict=True):
+    for part, sender in zip(body.data.split(list(lengths)), senders, strict=True):
         # A copy where the place in the buffer may be odd for the dtype.
         message = like.like(part if like.data.dtype == torch.uint8 else part.clone().view(like.data.dtype))
         found.append(message if sender < 0 else message.of(sender))

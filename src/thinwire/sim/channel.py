@@ -173,6 +173,8 @@ class _SimTicket(Ticket):
 def _parts_for(payloads: list[Payload], rank: int) -> list[Payload]:
     """What each message that was dealt has for a worker."""
     starts = once(payloads, "starts", lambda: [list(itertools.accumulate(p.dealt, initial=0)) for p in payloads])
+    if all(at[rank] == at[rank + 1] for at in starts):  # of many workers most may own nothing
+        return once(payloads, "nothing", lambda: [p.like(p.data[:0]) for p in payloads])
     return [p.like(p.data[at[rank] : at[rank + 1]]) for p, at in zip(payloads, starts, strict=True)]
 
 

@@ -116,7 +116,7 @@ class BetaFlags:
 class PlanFlags:
     """What each method would cost on your link per step, and which one to take. Nothing is trained and nothing is sent."""
 
-    rare: ClassVar[frozenset[str]] = frozenset({"down", "links", "tau", "framing", "codec_time", "backward"})
+    rare: ClassVar[frozenset[str]] = frozenset({"down", "links", "tau", "framing", "codec_time", "backward", "sites", "inside"})
 
     params: str | None = None
     """How many parameters the model has: 1.3b, 124m, 3_200_000. It is taken to be a GPT."""
@@ -133,6 +133,11 @@ class PlanFlags:
     links: str | None = None
     """A file with the link of each worker, in place of --bandwidth, --down and --latency: a csv with the columns
     worker,up,down,latency."""
+    sites: int | None = None
+    """The workers are processes of so many sites, which average gradients over a fast network at every step and send as one;
+    the flags of links are then those between sites."""
+    inside: str = "inf"
+    """With --sites, the bandwidth inside a site, such as 10gbit."""
     step_time: str | None = None
     """Time of one training step without any exchange, such as 0.9s."""
     utilisation: float = 0.95

@@ -60,6 +60,8 @@ class Lab:
             wire that is not shaped.
         down: bits per second downward where that differs, as on home links.
         name: of the lab, as `thinwire lab status` shows it; by default one that no other process has.
+        queue: seconds that a full queue before a wire takes to drain; what comes then is lost, and sent again by TCP. Workers
+            that send to all others at once need room for a few packets to each of them.
     """
 
     def __init__(
@@ -69,8 +71,12 @@ class Lab:
         bandwidth: float | Sequence[float] = float("inf"),
         down: float | Sequence[float] | None = None,
         name: str | None = None,
+        queue: float = net.QUEUE,
     ):
         """Check everything; nothing is made yet."""
+        if not 0 < queue < float("inf"):
+            raise ConfigError(f"queue must be above zero seconds, got {queue!r}")
+        self.queue = queue
         self.name = f"run-{os.getpid()}" if name is None else name
         if not re.fullmatch(net.NAMED, self.name):
             raise ConfigError(f"a lab's name has small letters, digits and dashes, at most 40, got {self.name!r}")
@@ -117,7 +123,7 @@ class Lab:
         net.check_machine()
         if self.name in net.namespaces():
             raise LabError(f"a lab called {self.name!r} is up already: `thinwire lab down --name {self.name}` removes it")
-        first, *rest = net.commands_up(self.name, self.rates)
+        first, *rest = net.commands_up(self.name, self.rates, self.queue)
         with unwinding():
             try:
                 with _undisturbed():
@@ -132,7 +138,7 @@ class Lab:
     def reshape(self, *, bandwidth: float | Sequence[float], down: float | Sequence[float] | None = None) -> None:
         """Change the rates of a lab that is up; what is under way goes on."""
         self.rates = net.rates_of(self.workers, bandwidth, down)
-        for command in net.commands_shape(self.name, self.rates):
+        for command in net.commands_shape(self.name, self.rates, self.queue):
             net.call(command)
 
     def counters(self) -> tuple[Counters, ...]:

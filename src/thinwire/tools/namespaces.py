@@ -33,7 +33,7 @@ WIRE = "eth0"  # a worker's end of its wire, in its own namespace
 MOST_WORKERS = 250  # addresses of one /24
 SLOWEST = 10e3  # bits per second: below it a single frame takes longer than a second
 HEADERS = 66  # bytes of Ethernet, IPv4 and TCP with timestamps around the payload of a packet
-QUEUE = "20ms"  # how long a full queue before a token bucket takes to drain
+QUEUE = 0.02  # seconds that a full queue before a token bucket takes to drain
 SBIN = ("/usr/sbin", "/sbin")  # where iproute2 lives, also where PATH does not say so
 PATIENCE = 20.0  # seconds for one call of a tool; they take milliseconds
 NAMED = r"[a-z0-9][a-z0-9-]{0,39}"
@@ -145,23 +145,23 @@ def burst(rate: float) -> int:
     return max(4000, int(rate / 8 * 0.010))
 
 
-def shaper(rate: float) -> list[str]:
+def shaper(rate: float, queue: float = QUEUE) -> list[str]:
     """The words of `tc` for a rate; an unshaped wire has a plain queue, which counts alike."""
     if rate == math.inf:
         return ["pfifo"]
-    return ["tbf", "rate", f"{rate:.0f}bit", "burst", f"{burst(rate)}b", "latency", QUEUE]
+    return ["tbf", "rate", f"{rate:.0f}bit", "burst", f"{burst(rate)}b", "latency", f"{1e3 * queue:g}ms"]
 
 
-def commands_shape(name: str, rates: Sequence[Rates]) -> list[list[str]]:
+def commands_shape(name: str, rates: Sequence[Rates], queue: float = QUEUE) -> list[list[str]]:
     """The commands that give every worker its rates, whether it has others or none."""
     commands = []
     for rank, rate in enumerate(rates):
-        commands.append(["tc", "-n", home(name, rank), "qdisc", "replace", "dev", WIRE, "root", *shaper(rate.up)])
-        commands.append(["tc", "-n", hub(name), "qdisc", "replace", "dev", f"w{rank}", "root", *shaper(rate.down)])
+        commands.append(["tc", "-n", home(name, rank), "qdisc", "replace", "dev", WIRE, "root", *shaper(rate.up, queue)])
+        commands.append(["tc", "-n", hub(name), "qdisc", "replace", "dev", f"w{rank}", "root", *shaper(rate.down, queue)])
     return commands
 
 
-def commands_up(name: str, rates: Sequence[Rates]) -> list[list[str]]:
+def commands_up(name: str, rates: Sequence[Rates], queue: float = QUEUE) -> list[list[str]]:
     """The commands that make a lab, in order. The first one makes the hub, which no two labs of a name can have."""
     at_hub = ["ip", "-n", hub(name)]
     commands = [
@@ -181,7 +181,7 @@ def commands_up(name: str, rates: Sequence[Rates]) -> list[list[str]]:
             [*at_home, "addr", "add", f"{address(rank)}/24", "dev", WIRE],
             [*at_home, "link", "set", "dev", WIRE, "up"],
         ]
-    return commands + commands_shape(name, rates)
+    return commands + commands_shape(name, rates, queue)
 
 
 # --- Calling it -----------------------------------------------------------------------------------------------------------

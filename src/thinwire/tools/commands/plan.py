@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from thinwire.errors import ConfigError
-from thinwire.network import parse_duration, show_bandwidth, show_bytes, show_seconds
+from thinwire.errors import ConfigError, check_whole_number
+from thinwire.network import Network, parse_bandwidth, parse_duration, show_bandwidth, show_bytes, show_seconds
 from thinwire.tools.advice import Advice, Offer, Wishes, advise
 from thinwire.tools.build import task_of
 from thinwire.tools.command_flags import PlanFlags
@@ -49,9 +49,17 @@ def _cluster(flags: PlanFlags) -> Cluster:
             'loop, or for a built-in task divide "seconds" by "step" in the summary.json of: thinwire train --algorithm alone '
             f"--task {flags.task or 'gpt-small'} --steps 50"
         )
+    sites = flags.workers if flags.sites is None else flags.sites
+    check_whole_number("sites", sites)
+    if flags.workers % sites:
+        raise ConfigError(f"{flags.workers} workers do not divide into {sites} sites of equal size")
+    if flags.sites is None and flags.inside != "inf":
+        raise ConfigError(f"--inside {flags.inside} needs --sites: how many sites the workers are grouped into")
     return Cluster(
-        workers=flags.workers,
-        network=network_of(flags.bandwidth or "inf", flags.down, flags.latency, flags.links, flags.workers),
+        workers=sites,
+        members=flags.workers // sites,
+        inside=Network(bandwidth=parse_bandwidth(flags.inside)),
+        network=network_of(flags.bandwidth or "inf", flags.down, flags.latency, flags.links, sites),
         step_time=parse_duration(flags.step_time),
         goodput=flags.framing,
         codec_time=parse_duration(flags.codec_time),
@@ -76,7 +84,7 @@ def _show(title: str, flags: PlanFlags, cluster: Cluster, advice: Advice) -> Non
     console = Console()
     target = f"{100 * flags.utilisation:g}%"
     console.print(
-        f"{title} on {flags.workers} workers, {_wire(flags)}, {flags.step_time} a step",
+        f"{title} on {flags.workers} workers{_sites(flags)}, {_wire(flags)}, {flags.step_time} a step",
         highlight=False,
     )
     table = Table("method", box=None, pad_edge=False)
@@ -88,6 +96,10 @@ def _show(title: str, flags: PlanFlags, cluster: Cluster, advice: Advice) -> Non
     console.print(table)
     console.print(f"\n{_notes(target, cluster, advice)}\n", highlight=False, style="dim")
     console.print(advice.sentence, highlight=False, style="bold")
+
+
+def _sites(flags: PlanFlags) -> str:
+    return "" if flags.sites is None else f" in {flags.sites} sites ({flags.inside} inside)"
 
 
 def _wire(flags: PlanFlags) -> str:
@@ -138,7 +150,10 @@ def _as_json(flags: PlanFlags, model: nn.Module, cluster: Cluster, advice: Advic
     return {
         "params": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "task": flags.task,
-        **{k: v for k, v in asdict(cluster).items() if k != "network"},
+        **{k: v for k, v in asdict(cluster).items() if k not in ("network", "inside")},
+        "workers": flags.workers,
+        "sites": flags.sites,
+        "inside": None if flags.inside == "inf" else parse_bandwidth(flags.inside),
         **{k: v for k, v in asdict(cluster.network).items() if v is not None},
         "target": flags.utilisation,
         "methods": [_offer_as_json(offer) for offer in advice.offers],

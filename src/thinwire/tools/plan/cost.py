@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from thinwire.errors import ConfigError, check_not_negative, check_whole_number
-from thinwire.network import BACKWARD, GOODPUT, Network, Op, Traffic, Wire, ring_hops, ring_traffic
+from thinwire.network import BACKWARD, CONTROL_NBYTES, GOODPUT, Network, Op, Traffic, Wire, ring_hops, ring_traffic
 from thinwire.tools.config import RunConfig
-from thinwire.tools.plan.messages import Period, period_of
+from thinwire.tools.plan.messages import Message, Period, period_of
 
 _PERIODS = 4  # periods that the clock runs through at least; the last is measured, when what is under way has settled
 
@@ -28,6 +28,9 @@ class Cluster:
         codec_time: seconds that it takes to pack and read one message that is gathered; what a codec takes depends on the
             machine, so by default it is not counted.
         backward: which part of a step is the backward pass, during which torch's DDP already sends; 0 for no overlap.
+        control: bytes on the wire that go with each part of a message that is dealt, besides it and its headers.
+        members: how many processes a worker is, where workers are the sites of a `TwoLevel` link; `network` is between them.
+        inside: the network inside a site.
     """
 
     workers: int
@@ -36,10 +39,15 @@ class Cluster:
     goodput: float = GOODPUT
     codec_time: float = 0.0
     backward: float = BACKWARD
+    control: int = CONTROL_NBYTES
+    members: int = 1
+    inside: Network = field(default_factory=Network)
 
     def __post_init__(self) -> None:
         """Check the figures."""
         check_whole_number("workers", self.workers)
+        check_whole_number("members", self.members)
+        self.inside.check(self.members)
         self.network.check(self.workers)
         check_not_negative("codec-time", self.codec_time)
         if not 0 < self.step_time < math.inf:
@@ -49,15 +57,38 @@ class Cluster:
         if not 0 <= self.backward < 1:
             raise ConfigError(f"backward must be from 0 to below 1, got {self.backward!r}")
 
-    def seconds(self, op: Op, nbytes: int) -> float:
+    def seconds(self, message: Message) -> float:
         """How long one exchange takes; of pairs, the slowest one."""
-        network = _scaled(self.network, self.goodput)
+        network, op, nbytes = _scaled(self.network, self.goodput), message.op, message.nbytes
         if op == "deal":
-            return network.seconds_of([Traffic(nbytes, nbytes)] * self.workers, ring_hops(op, self.workers))
+            most = message.most + math.ceil(self.control * (self.workers - 1) * self.goodput)
+            return network.seconds_of([Traffic(most, most)] * self.workers, ring_hops(op, self.workers))
         if op != "pair":
             return network.seconds(op, [nbytes] * self.workers)
         pairs = itertools.combinations(range(self.workers), 2)
         return max((network.seconds(op, [nbytes] * 2, pair) for pair in pairs), default=0.0)
+
+    def seconds_of_gradients(self, nbytes: int) -> float:
+        """How long the members of a site take to average so many bytes."""
+        return _scaled(self.inside, self.goodput).seconds("mean", [nbytes] * self.members)
+
+    def seconds_of_result(self, message: Message) -> float:
+        """How long it takes the member that sends for its site to tell the others what came: its lengths, and all of it."""
+        if self.members == 1:
+            return 0.0
+        came = {"mean": message.nbytes, "gather": message.nbytes * self.workers, "pair": 2 * message.nbytes}
+        head = 8 * (2 + 2 * max(2, self.workers))
+        inside = _scaled(self.inside, self.goodput)
+        return sum(inside.seconds("broadcast", [n] * self.members) for n in (head, came.get(message.op, message.most)))
+
+    def without_sites(self) -> Cluster:
+        """All processes of all sites, each on a link as thin as that of its site."""
+        one = replace(self.network, bandwidth=self._each(self.network.bandwidth), latency=self._each(self.network.latency))
+        one = replace(one, down=None if one.down is None else self._each(one.down))
+        return replace(self, workers=self.workers * self.members, members=1, inside=Network(), network=one)
+
+    def _each(self, value: float | tuple[float, ...]) -> float | tuple[float, ...]:
+        return tuple(v for v in value for _ in range(self.members)) if isinstance(value, tuple) else value
 
     def sent(self, op: Op, nbytes: int) -> float:
         """Bytes that a worker sends in one exchange, on the average; of an odd number one has no partner.
@@ -117,6 +148,7 @@ def predict(config: RunConfig, model: nn.Module, cluster: Cluster) -> Prediction
 def cost_of(period: Period, cluster: Cluster) -> Prediction:
     """What a period costs per step."""
     messages, steps = period.messages, period.steps
+    cluster = cluster.without_sites() if period.flat and cluster.members > 1 else cluster
     seconds = max(cluster.step_time, _seconds_of_a_period(period, cluster) / steps)  # not less by a rounding
     packing = cluster.codec_time * sum(m.op != "mean" for m in messages) / steps
     return Prediction(
@@ -132,23 +164,26 @@ def cost_of(period: Period, cluster: Cluster) -> Prediction:
 
 def _seconds_of_a_period(period: Period, cluster: Cluster) -> float:
     """A worker's clock over one period, once what is under way from the periods before has settled."""
-    travel = {(m.op, m.nbytes): cluster.seconds(m.op, m.nbytes) for m in period.messages}
+    told = {m: cluster.seconds_of_result(m) for m in period.messages}  # the next one of the same step is posted after that
+    travel = {m: cluster.seconds(m) + (told[m] if m.needed == m.posted else 0.0) for m in period.messages}
+    step_time = cluster.step_time + (cluster.seconds_of_gradients(period.dense) if cluster.members > 1 else 0.0)
     periods = _PERIODS + math.ceil(max((m.needed - m.posted for m in period.messages), default=0.0) / period.steps)
     clock = progress = began = 0.0
     wire = Wire()  # one for all messages, which follow each other
     arrival: dict[tuple[int, int], float] = {}
     for at, what, key in _events(period, periods):
-        clock, progress = clock + (at - progress) * cluster.step_time, at
+        clock, progress = clock + (at - progress) * step_time, at
         if what == "post":
             message = period.messages[key[1]]
             clock += cluster.codec_time if message.op != "mean" else 0.0
-            arrival[key] = wire.occupy(clock, travel[message.op, message.nbytes])
+            arrival[key] = wire.occupy(clock, travel[message])
         elif what == "wait":
-            clock = max(clock, arrival.pop(key))
+            message = period.messages[key[1]]
+            clock = max(clock, arrival.pop(key)) + (told[message] if message.needed > message.posted else 0.0)
         elif key[0] == periods - 2:
             began = clock
     # In the long run a period takes no less than the wire is busy; a long tau hides that for more periods than were run.
-    return max(clock - began, sum(travel[m.op, m.nbytes] for m in period.messages))
+    return max(clock - began, sum(travel[m] for m in period.messages))
 
 
 def _events(period: Period, periods: int) -> list[tuple[float, str, tuple[int, int]]]:

@@ -33,28 +33,39 @@ class Message:
     Attributes:
         posted: when it is sent, in steps since the period began; a fraction where it leaves in the middle of a step.
         needed: when it is waited for.
-        nbytes: its length.
+        nbytes: its length; of one that is dealt, the most bytes that leave a worker.
         op: how it travels.
+        most: of one that is dealt, the most bytes that one worker sends or gets.
     """
 
     posted: float
     needed: float
     nbytes: int
     op: Op
+    most: int = 0
 
 
 @dataclass(frozen=True)
 class Period:
-    """The messages of a run, which repeat after so many steps."""
+    """The messages of a run, which repeat after so many steps.
+
+    Attributes:
+        steps: how many.
+        messages: of one worker.
+        dense: bytes of all gradients, which the members of a site average at every step.
+        flat: whether all processes of all sites exchange messages as if there were no sites, as torch's DDP does.
+    """
 
     steps: float
     messages: tuple[Message, ...]
+    dense: int = 0
+    flat: bool = False
 
     def stretched(self, factor: float) -> Period:
         """The same messages with all periods `factor` times as long; what a message has to travel stays as it is."""
         # In this order, so that what is waited for at once still is: a sum in another order may round below `posted`.
         moved = [replace(m, posted=m.posted * factor, needed=m.posted * factor + (m.needed - m.posted)) for m in self.messages]
-        return Period(self.steps * factor, tuple(moved))
+        return replace(self, steps=self.steps * factor, messages=tuple(moved))
 
 
 class NullLink(Link):
@@ -91,7 +102,7 @@ def period_of(config: RunConfig, model: nn.Module, *, workers: int, backward: fl
     if config.algorithm == ALONE or workers < 2:
         return Period(1, ())
     if config.algorithm == "ddp":
-        return Period(1, tuple(_ddp_messages([p for p in model.parameters() if p.requires_grad], backward)))
+        return Period(1, tuple(_ddp_messages([p for p in model.parameters() if p.requires_grad], backward)), flat=True)
     config.validate()
     optimizer = optimizer_of(replace(config, steps=10**6), on_meta(model), NullLink(workers))
     steps = _length(optimizer.schedule)
@@ -99,7 +110,8 @@ def period_of(config: RunConfig, model: nn.Module, *, workers: int, backward: fl
     at_last = max(optimizer.codecs.until, default=0)
     sent = _scheduled(optimizer, begun + 1, begun + steps, rounds=at_last)
     messages = tuple(replace(m, posted=m.posted - begun, needed=m.needed - begun) for m in sent)
-    return _with_votes(_with_buffers(Period(steps, messages), optimizer), workers)
+    dense = sum(4 * p.numel() for p in optimizer.params())
+    return _with_votes(_with_buffers(Period(steps, messages, dense), optimizer), workers)
 
 
 def run_messages(config: RunConfig, model: nn.Module, *, workers: int) -> list[Message]:
@@ -135,7 +147,7 @@ def _rounds(messages: Sequence[Message]) -> int:
 
 def _scheduled(optimizer: Algorithm, first: int, last: int, *, rounds: int = 0) -> Iterator[Message]:
     """The messages that the schedule asks for from one step to another, both included, after so many rounds."""
-    made: dict[tuple[tuple[int, ...], Codec], list[tuple[int, Op]]] = {}
+    made: dict[tuple[tuple[int, ...], Codec], list[tuple[int, Op, int]]] = {}
     tau = optimizer.engine.tau
     for step in range(first, last + 1):
         if due := optimizer.schedule.due(step):
@@ -146,15 +158,15 @@ def _scheduled(optimizer: Algorithm, first: int, last: int, *, rounds: int = 0) 
             yield from (Message(step if nth == 0 else step + tau, step + tau, *one) for nth, one in enumerate(sent))
 
 
-def _messages(optimizer: Algorithm, due: tuple[int, ...], *, round: int) -> list[tuple[int, Op]]:
-    """Length and way of the messages of a round in which these states or fragments are due; none of an empty fragment."""
+def _messages(optimizer: Algorithm, due: tuple[int, ...], *, round: int) -> list[tuple[int, Op, int]]:
+    """Length, way and `most` of the messages of a round of these states or fragments; none of an empty fragment."""
     out = optimizer.message_of(due, round=round)
     if out is None:
         return []
     if halves := optimizer.owned_nbytes(out, due):
-        return [(nbytes, "deal") for nbytes in halves.most_sent()]
+        return [(nbytes, "deal", most) for nbytes, most in zip(halves.most_sent(), halves.most_moved(), strict=True)]
     op: Op = "pair" if out.pair is not None else "mean" if out.codec.linear else "gather"
-    return [(out.nbytes(optimizer.peers.size), op)]
+    return [(out.nbytes(optimizer.peers.size), op, 0)]
 
 
 def _length(schedule: Schedule) -> int:
@@ -195,7 +207,7 @@ def _with_buffers(period: Period, optimizer: Algorithm) -> Period:
         messages.append(replace(m, posted=m.posted + later, needed=m.needed + later))
         if (number + 1) % every == 0:
             messages.append(Message(m.needed + later, m.needed + later, nbytes, "mean"))
-    return Period(repeats * period.steps, tuple(messages))
+    return replace(period, steps=repeats * period.steps, messages=tuple(messages))
 
 
 def _with_votes(period: Period, workers: int) -> Period:
@@ -210,8 +222,9 @@ def _with_votes(period: Period, workers: int) -> Period:
         if m.op == "gather" and m.needed == m.posted:
             messages.append(Message(m.needed, m.needed, VOTE_NBYTES, "gather"))
         if m.op == "deal" and dealt % 2 == 0:
-            messages.append(Message(m.needed, m.needed, VOTE_NBYTES * (workers - 1), "deal"))
-    return Period(period.steps, tuple(messages))
+            votes = VOTE_NBYTES * (workers - 1)
+            messages.append(Message(m.needed, m.needed, votes, "deal", votes))
+    return replace(period, messages=tuple(messages))
 
 
 def _ddp_messages(params: Sequence[Tensor], backward: float) -> Iterator[Message]:

@@ -1,0 +1,216 @@
+"""docs/scaling.md from its text in benchmarks/scaling.md: `python -m benchmarks.scaling`.
+
+What stands between double braces in the text is filled in from the records.
+
+    {{ bytes }}                    what leaves a worker by each route
+    {{ loss BASE / OTHER }}        two arms at the same seeds, a row for each number of workers and batch
+    {{ back }}                     what owners send back
+    {{ mean }}                     what the mean of many 1-bit messages looks like
+    {{ left WORKERS / CODEC }}     of that table: what a codec leaves out
+    {{ cpu ROUTE / WORKERS }}      milliseconds of CPU of a round
+    {{ cpu-ratio ROUTE }}          with most workers over with fewest
+    {{ entries WORKERS }}          values that a worker reads
+    {{ lab }}                      the plan of owners against shaped links
+    {{ worlds }}                   time and bytes at 4 to 1,024 workers
+    {{ world ROUTE / WORKERS / FIELD }}   a figure of that table
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+from thinwire.network import show_bytes
+
+SOURCE = Path(__file__).parent / "scaling.md"
+PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
+Row = dict[str, Any]
+
+
+def _rows(name: str) -> list[Row]:
+    return [json.loads(line) for line in (record.RECORDS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def _newest(what: str) -> Row:
+    """The last record of one of the parts of `benchmarks.owners`."""
+    return [row for row in _rows("owners") if row["what"] == what][-1]
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1) -> str:
+    """A table whose columns after the first ones are numbers."""
+    head = list(head)
+    lines = [head, ["---"] * left + ["---:"] * (len(head) - left), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _bytes() -> str:
+    head = ["model", "workers", "gathered", "owners, mean", "owners, most", "DDP's ring over the mean"]
+    return _table(
+        head,
+        (
+            [
+                row["task"],
+                f"{row['workers']}",
+                f"{row['gather']:,}",
+                f"{row['mean']:,.0f}",
+                f"{row['most']:,}",
+                f"{row['ddp'] / row['mean']:.0f}x",
+            ]
+            for row in _newest("bytes")["rows"]
+        ),
+    )
+
+
+def paired(base: str, other: str) -> dict[tuple[int, int, int], list[tuple[Row, Row]]]:
+    """Runs of two arms with the same seeds, by workers, batch and steps."""
+    found: dict[tuple[int, int, int], dict[int, dict[str, Row]]] = {}
+    for row in _rows("owners_loss"):
+        config = row["config"]
+        if row["table"] != "owners-back" and row["arm"] in (base, other):
+            key = config["workers"], config["batch"], config["steps"]
+            found.setdefault(key, {}).setdefault(config["seed"], {})[row["arm"]] = row
+    return {
+        key: pairs
+        for key, seeds in sorted(found.items())
+        if (pairs := [(arms[base], arms[other]) for _, arms in sorted(seeds.items()) if len(arms) == 2])
+    }
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    """The mean of some values and its standard error, which is not known of one."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.mean(values), error
+
+
+def _loss(base: str, other: str) -> str:
+    head = ["workers", "batch", "steps", "learning rates", "seeds", base, other, "difference", "bytes of the first worker"]
+    rows = []
+    for (workers, batch, steps), pairs in paired(base, other).items():
+        losses = [[run["figures"]["val_loss"] for run in pair] for pair in pairs]
+        off, error = mean_and_error([100 * (b / a - 1) for a, b in losses])
+        means = [f"{statistics.mean(arm):.3f}" for arm in zip(*losses, strict=True)]
+        shown = f"{off:+.1f}%" if math.isnan(error) else f"{off:+.1f} ± {error:.1f}%"
+        sent = ", ".join(show_bytes(run["figures"]["sent"]) for run in pairs[0])
+        rates = ", ".join(f"{run['config']['lr']:g}" for run in pairs[0])
+        rows.append([f"{workers}", f"{batch}", f"{steps}", rates, f"{len(pairs)}", *means, shown, sent])
+    return _table(head, rows, left=0)
+
+
+def _back() -> str:
+    rows = [row for row in _rows("owners_loss") if row["table"] == "owners-back"]
+    base = next(row for row in rows if row["arm"] == "gathered")["figures"]["val_loss"]
+    shown = []
+    for row in rows:
+        loss = row["figures"]["val_loss"]
+        off = "" if row["arm"] == "gathered" else f"{100 * (loss / base - 1):+.1f}%"
+        shown.append([row["arm"], f"{loss:.3f}", off, show_bytes(row["figures"]["sent"])])
+    return _table(["what comes back", "loss", "against gathered", "bytes of the first worker"], shown)
+
+
+def _left(row: Row, codec: str, of: str = "mean") -> str:
+    return f"{100 * row[f'{of} {codec}'][0]:.0f}%"
+
+
+def _mean() -> str:
+    codecs = ["32 in 1 bit", "128 in 1 bit", "128 in 2 bits", "128 in int8", "256 in 1 bit", "256 in 2 bits"]
+    rows = [
+        [f"{row['workers']}", f"{row['entries']:.0f}", f"{row['alone']:.0%}", *(_left(row, codec) for codec in codecs)]
+        for row in _newest("mean")["rows"]
+    ]
+    return _table(["workers", "entries of a block that were sent", "by one worker alone", *codecs], rows, left=0)
+
+
+def _of_mean(workers: str, codec: str) -> str:
+    return _left(next(row for row in _newest("mean")["rows"] if row["workers"] == int(workers)), codec)
+
+
+def _of_cpu(route: str, workers: str) -> Row:
+    return next(row for row in _newest("cpu")["rows"] if (row["route"], row["workers"]) == (route, int(workers)))
+
+
+def _cpu_ratio(route: str) -> str:
+    rows = sorted((row for row in _newest("cpu")["rows"] if row["route"] == route), key=lambda row: row["workers"])
+    return f"{rows[-1]['cpu'] / rows[0]['cpu']:.2f}"
+
+
+def _lab() -> str:
+    """All records in their order."""
+    rows = []
+    for told in (row for row in _rows("owners") if row["what"] == "lab"):
+        for row in told["rows"]:
+            off, queue = row["predicted"] / row["seconds"] - 1, f"{1e3 * told.get('queue', 0.02):g} ms"
+            times = [f"{row[what]:.2f} s" for what in ("free", "seconds", "predicted")]
+            rows.append([row["speed"], queue, *times, f"{off:+.0%}"])
+    return _table(["links", "queue", "without a limit", "measured", "predicted", "off"], rows)
+
+
+def _of_worlds() -> dict[tuple[int, str], Row]:
+    """The newest record of each number of workers and route."""
+    routes = ["ddp", "gather", "owners", "two-level"]
+    found = {
+        (row["workers"], row["route"]): row for row in _rows("worlds") if row["task"] == "gpt-pico" and "failed" not in row
+    }
+    return dict(sorted(found.items(), key=lambda item: (item[0][0], routes.index(item[0][1]))))
+
+
+def _gigabytes(mebibytes: float) -> str:
+    return f"{mebibytes * 2**20 / 1e9:.2g} GB"
+
+
+def _worlds() -> str:
+    rows = []
+    for (workers, route), row in _of_worlds().items():
+        name = f"{route}, {workers // row['members']} sites" if row["members"] > 1 else route
+        inside = show_bytes(row["inside"]) if row["inside"] else "-"
+        sent, cpu, memory = show_bytes(row["sent"]), f"{row['cpu']:.2g} s", _gigabytes(row["memory"])
+        rows.append([f"{workers:,}", name, f"{row['seconds']:.3g} s", sent, inside, cpu, memory])
+    return _table(["workers", "route", "seconds", "sent", "inside", "CPU", "memory"], rows, left=2)
+
+
+def _world(route: str, workers: str, field: str) -> str:
+    row = _of_worlds()[int(workers), route]
+    shown: dict[str, Callable[[float], str]] = {
+        "seconds": lambda n: f"{n:.3g} s",
+        "cpu": lambda n: f"{n:.2g} s",
+        "memory": _gigabytes,
+    }
+    return shown.get(field, show_bytes)(row[field])
+
+
+FILL: dict[str, Callable[..., str]] = {
+    "bytes": _bytes,
+    "loss": _loss,
+    "back": _back,
+    "mean": _mean,
+    "left": _of_mean,
+    "cpu": lambda route, workers: f"{1e3 * _of_cpu(route, workers)['cpu']:.0f} ms",
+    "cpu-ratio": _cpu_ratio,
+    "entries": lambda workers: f"{_of_cpu('owners', workers)['entries']:,}",
+    "lab": _lab,
+    "worlds": _worlds,
+    "world": _world,
+}
+
+
+def page() -> str:
+    """The page as it should be."""
+
+    def fill(match: re.Match[str]) -> str:
+        word, _, rest = match[1].strip().partition(" ")
+        if word not in FILL:
+            raise SystemExit(f"{SOURCE.name} has {match[0]}: it must begin with one of {', '.join(FILL)}")
+        return FILL[word](*(part.strip() for part in rest.split(" / ") if part))
+
+    text = re.sub(r"\{\{(.+?)\}\}", fill, SOURCE.read_text(encoding="utf-8"))
+    return f"<!-- Made by `python -m benchmarks.scaling` from benchmarks/scaling.md and the records: edit those. -->\n\n{text}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(PAGE)

@@ -219,16 +219,19 @@ def test_signs_are_written_as_by_the_plain_path_or_not_at_all(on: Kernels, k: in
         values[k : 2 * k] = 0
         values[0] = -0.0
         room = np.zeros(Sign().nbytes_of(row), np.uint8)
-        written.append(on.write_signs(values, k, room, np.empty_like(values)))
-        found = []
-        for setting in ("off", "auto"):
+        written.append(on.write_signs(values.copy(), k, room))
+        found, back = [], [values.copy() for _ in range(2)]
+        for setting, read in zip(("off", "auto"), back, strict=True):
             monkeypatch.setenv(kernels.SETTING, setting)
-            found.append(Sign().write(values, row))
-        np.testing.assert_array_equal(*(raw for raw, _ in found))
-        np.testing.assert_array_equal(*(back.view(np.uint32) for _, back in found))
+            found.append(Sign().overwrite(read, row))
+        np.testing.assert_array_equal(*found)
+        np.testing.assert_array_equal(*(read.view(np.uint32) for read in back))
+        np.testing.assert_array_equal(back[0], Sign().write(values, row)[1])
     assert written == [True, True, False]
+    before = values.copy()
+    assert not on.write_signs(values, k, room) and (values == before).all(), "nothing was changed"
     values[3] = np.nan
-    assert not on.write_signs(values, k, room, np.empty_like(values)), "what is not finite is left to the plain path"
+    assert not on.write_signs(values, k, room), "what is not finite is left to the plain path"
 
 
 @pytest.mark.parametrize("sign", [False, True])

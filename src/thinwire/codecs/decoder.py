@@ -27,7 +27,7 @@ from thinwire.codecs.indices import IndexCode
 from thinwire.codecs.inverse import HOT, first_half, second_half
 from thinwire.codecs.layout import BATCH, LONG, Batch, Group, Piece, in_rows, matrix_of, write_back
 from thinwire.codecs.message_plan import Message, Plan, Section, narrow
-from thinwire.codecs.stages import DENSE_GROUP, RUN, Floats, Stages
+from thinwire.codecs.stages import DENSE_GROUP, Floats, Stages
 from thinwire.codecs.wire import same_part
 from thinwire.errors import WireError
 from thinwire.kernels import Entries, Kernels
@@ -89,7 +89,7 @@ class Received:
 
     def _unchanged(self, nth: int, sent: Message) -> bool:
         """Whether a worker's message came back as it was sent, and as something that may be sent."""
-        return bool(sent.finite) and np.array_equal(self._bodies[nth], _bytes(sent.payload))
+        return bool(sent.finite) and memoryview(self._bodies[nth]) == memoryview(_bytes(sent.payload))  # without a copy
 
     def _room(self, number: int, group: Group) -> NDArray[np.integer] | None:
         """Room for the indices of a group in all messages, [workers, blocks, k]; None where none are sent."""
@@ -295,7 +295,7 @@ class Received:
 
     def _mean_of_dense(self, start: int, stop: int) -> Floats:
         """The mean of values `start` to `stop` of all tensors that are sent whole; the workspace is bounded."""
-        step = max(DENSE_GROUP, RUN // len(self._bodies))
+        step = max(DENSE_GROUP, _MERGED // len(self._bodies))
         runs = ((at, min(at + step, stop)) for at in range(start, stop, step))
         means = [self.mean.columns(self._weighted(-1, a, b), self._weights) for a, b in runs]
         return means[0] if len(means) == 1 else np.concatenate(means)

@@ -260,8 +260,7 @@ def _encode(
 
 
 def _write(chain: Stages, plan: Plan, chosen: list[Chosen], whole: Floats) -> tuple[list[Bytes], list[Floats], Floats]:
-    """All parts of a message, one after the other: see `Write`."""
-    read: dict[int, list[Floats]] = {n: [] for n in range(-1, len(plan.layout.groups))}
+    """All parts of a message, one after the other: see `Write`. What was chosen is overwritten by what receivers read."""
     written: list[Bytes] = []
     for part in plan.parts:
         pieces: list[Bytes] = []
@@ -272,13 +271,11 @@ def _write(chain: Stages, plan: Plan, chosen: list[Chosen], whole: Floats) -> tu
                 if section.code is not None and indices is not None:
                     pieces.append(section.code.encode(indices[section.first : section.last]))
             values = values.reshape(-1)[section.offset : section.offset + section.count]
-            raw, back = chain.values.write(values, section.row)
-            pieces.append(raw)
-            read[section.number].append(back)
+            pieces.append(chain.values.overwrite(values, section.row))
         if part.header:
             written.append(np.frombuffer(with_checksum(part.header, pieces), np.uint8))
         written += pieces
-    return written, [_joined(read[number]) for number in range(len(chosen))], _joined(read[-1])
+    return written, [values.reshape(-1) for _, values in chosen], whole
 
 
 def _joined(arrays: list[NDArray], dtype: type = np.float32) -> NDArray:

@@ -187,6 +187,11 @@ class Values(ABC):
     def write(self, values: Floats, row: Row) -> tuple[Bytes, Floats]:
         """The bytes of `values` [count], and what `read` will make of them."""
 
+    def overwrite(self, values: Floats, row: Row) -> Bytes:
+        """`write`, with what `read` will make of the bytes in the place of the values."""
+        raw, values[:] = self.write(values, row)
+        return raw
+
     @abstractmethod
     def read(self, raw: Bytes, row: Row, start: int, stop: int, *, check: bool = True) -> Floats:
         """Values `start` to `stop` of a row; without `check` where they have been checked before.

@@ -39,7 +39,7 @@ _SIGNATURES = {
     "thinwire_read_sets": ([_pointer, _long, _int, _int, _int, _int, _pointer], _int),
     "thinwire_write_sets": ([_pointer, _long, _int, _int, _int, _pointer], None),
     "thinwire_read_signs": ([_pointer, _pointer, _long, _long, _int, _pointer], None),
-    "thinwire_write_signs": ([_pointer, _long, _int, _pointer, _pointer, _pointer], _int),
+    "thinwire_write_signs": ([_pointer, _long, _int, _pointer, _pointer], _int),
 }
 
 
@@ -250,22 +250,21 @@ class Kernels:
         assert scales.flags.c_contiguous and signs.flags.c_contiguous and (first + blocks) * k <= 8 * len(signs)
         self._library.thinwire_read_signs(scales.ctypes.data, signs.ctypes.data, first, blocks, k, out.ctypes.data)
 
-    def write_signs(self, values: Floats, k: int, raw: NDArray[np.uint8], read: Floats) -> bool:
+    def write_signs(self, values: Floats, k: int, raw: NDArray[np.uint8]) -> bool:
         """Write blocks of k values each: all scales, the mean magnitude of a block, then one bit for each value.
 
         Args:
-            values: [blocks k], contiguous.
+            values: [blocks k], contiguous; overwritten by what `read_signs` makes of it.
             k: values of a block.
             raw: zeros, of the length of it.
-            read: [blocks k], contiguous: what `read_signs` makes of it.
 
         Returns:
-            False where nothing was written, since the last bit of a mean could be another in another order of additions.
+            False where the last bit of a mean could be another in another order of additions: no value was changed.
         """
         blocks, rest = divmod(len(values), k)
-        assert not rest and len(raw) == 2 * blocks + -(-len(values) // 8) and read.shape == values.shape
-        assert values.dtype == read.dtype == np.float32 and all(a.flags.c_contiguous for a in (values, read, raw))
-        where = (values.ctypes.data, blocks, k, raw.ctypes.data, raw.ctypes.data + 2 * blocks, read.ctypes.data)
+        assert not rest and len(raw) == 2 * blocks + -(-len(values) // 8)
+        assert values.dtype == np.float32 and values.flags.c_contiguous and raw.flags.c_contiguous
+        where = (values.ctypes.data, blocks, k, raw.ctypes.data, raw.ctypes.data + 2 * blocks)
         return not self._library.thinwire_write_signs(*where)
 
     # --- The trial ---------------------------------------------------------------------------------------------------------

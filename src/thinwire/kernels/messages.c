@@ -1,4 +1,5 @@
 /* What is in a message, as docs/wire-format.md has it: Elias-Fano codes of sorted sets, and values that are signs and scales. */
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -92,32 +93,39 @@ void thinwire_read_signs(const uint8_t *scales, const uint8_t *signs, long first
     }
 }
 
-/* Those of blocks of k values each, whose scale is their mean magnitude: all scales, then a bit for each value, which hold zeros,
- * and what is read of them. Returns 1 where a sum of magnitudes might depend on its order, or is not finite: nothing is said then. */
-int thinwire_write_signs(const float *values, long blocks, int k, uint8_t *scales, uint8_t *signs, uint32_t *read) {
-    int spare = 29; /* bits that a sum in double precision has beyond those of its largest value */
+/* Whether the sum of the magnitudes of k values is finite, and exact in double precision, so that its order does not matter. */
+static int exact(const float *values, int k) {
+    int spare = 29; /* bits of a double beyond those of a single number, but for those that the sum grows by */
     for (int many = 1; many < k; many *= 2) spare--;
-    for (long n = 0; n < blocks; n++, values += k, read += k) {
-        uint32_t least = UINT32_MAX, most = 0;
+    uint32_t least = UINT32_MAX, most = 0;
+    for (int i = 0; i < k; i++) {
+        uint32_t size;
+        memcpy(&size, values + i, 4);
+        size &= INT32_MAX;
+        most = size > most ? size : most;
+        least = size - 1 < least ? size - 1 : least; /* zeros add nothing */
+    }
+    return most < 0xFFu << 23 && (!most || (int)(most >> 23) - (int)((least + 1) >> 23) <= spare);
+}
+
+/* Those of blocks of k values each, whose scale is their mean magnitude: all scales, then a bit for each value, which hold zeros;
+ * values become what is read of them. Returns 1 where a sum of magnitudes might depend on its order: no value was changed. */
+int thinwire_write_signs(float *values, long blocks, int k, uint8_t *scales, uint8_t *signs) {
+    for (long n = 0; n < blocks; n++)
+        if (!exact(values + n * k, k)) return 1;
+    for (long n = 0; n < blocks; n++, values += k) {
         double sum = 0;
-        for (int i = 0; i < k; i++) {
-            uint32_t bits, size;
-            memcpy(&bits, values + i, 4);
-            size = bits & INT32_MAX;
-            most = size > most ? size : most;
-            least = size - 1 < least ? size - 1 : least; /* of zero nothing is to be kept */
-            sum += (double)(bits >> 31 ? -values[i] : values[i]);
-        }
-        if (most >= 0xFFu << 23 || (most && (int)(most >> 23) - (int)((least + 1) >> 23) > spare)) return 1;
+        for (int i = 0; i < k; i++) sum += fabs((double)values[i]);
         float mean = (float)(sum / k);
         uint32_t scale;
         memcpy(&scale, &mean, 4);
         scale = (scale + 0x7FFF + (scale >> 16 & 1)) & 0xFFFF0000; /* to nearest, of two as near to the even one */
         scales[2 * n] = (uint8_t)(scale >> 16), scales[2 * n + 1] = (uint8_t)(scale >> 24);
         for (int i = 0; i < k; i++) {
-            uint32_t bits;
+            uint32_t bits, read;
             memcpy(&bits, values + i, 4);
-            read[i] = scale | (bits & 0x80000000);
+            read = scale | (bits & 0x80000000);
+            memcpy(values + i, &read, 4);
             signs[(n * k + i) / 8] |= (uint8_t)(bits >> 31 << (n * k + i) % 8);
         }
     }

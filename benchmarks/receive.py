@@ -48,7 +48,7 @@ def receiver(size: str) -> None:
     for _ in sys.stdin:
         started = time.thread_time()
         received = receive()
-        rates = [LR / max(square, 1e-30) ** 0.5 for square in received.squares()]
+        rates = [LR / max(float(square), 1e-30) ** 0.5 for square in received.squares()]
         if hasattr(received, "step"):
             received.step(params, rates, [False] * len(params))
         else:  # older trees

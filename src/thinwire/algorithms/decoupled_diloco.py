@@ -15,8 +15,7 @@
 With everything sent m stays zero, and "consensus" is DiLoCo with outer momentum mu. With one worker "published" is DiLoCo with
 outer momentum beta. With an identity transform, 2-bit values and mu = 0, "consensus" is SparseLoCo (arXiv 2508.15706).
 
-A round sends what the codec needs for all parameters (`message_nbytes()`) to each of the M - 1 others. Memory: two slots beside
-the inner optimizer's state, three with mu > 0.
+A round sends `message_nbytes()` to each of the M - 1 others. Memory: two slots beside the inner state, three with mu > 0.
 """
 
 from __future__ import annotations
@@ -60,12 +59,9 @@ class DecoupledDiLoCo(Wrapper):
         nesterov: Nesterov's form of the momentum, or plain heavy-ball.
         over: mean over the "senders" of an entry, as published, or over all "workers".
         robust: protect the mean from bad contributions: "median", "trimmed=0.25", "clip=1.5"; see `Mean.of`.
-        tau: steps between sending and applying a round, below H: it travels while they are computed. What a worker has done in
-            them is dropped.
-        pace: "equal" steps on all workers; "speed" lets a slower worker take fewer of the H steps of a round, by measured
-            speed, and weighs its contribution by the steps it took.
-        offload: "host" keeps anchor, momentum and velocity in the host's memory between rounds, for parameters on a device; see
-            the docs on memory. The same numbers.
+        tau: steps between sending and applying a round, below H, in which it travels; what a worker does in them is dropped.
+        pace: "equal" steps on all workers, or "speed": a slower one takes fewer of the H steps, and weighs as many as it took.
+        offload: "host" keeps anchor, momentum and velocity on the host between rounds, for parameters on a device.
         codec: what is sent of the momentum, or a `CodecSchedule`.
         options: see `thinwire.Policy`.
     """
@@ -110,8 +106,8 @@ class DecoupledDiLoCo(Wrapper):
         settings = {"H": H, "mode": mode, "outer_lr": outer_lr, "beta": beta, "outer_momentum": outer_momentum}
         settings |= {"nesterov": nesterov, "over": self.mean.over, "robust": robust, "tau": tau, "pace": pace}
         slots: dict[str, Start] = {"anchor": "param", "momentum": "zeros", "velocity": "zeros"}
-        base = {"codec": codec, "slots": slots, "settings": settings, "pace": pace, "offload": offload, **options}
-        super().__init__(inner, link, H=H, tau=tau, **base)
+        more = {"settings": settings, "pace": pace, "offload": offload, **options}
+        super().__init__(inner, link, H=H, tau=tau, codec=codec, slots=slots, **more)
 
     @classmethod
     def sparseloco(cls, inner: Optimizer, link: Link, **settings: Any) -> Self:
@@ -176,9 +172,8 @@ class DecoupledDiLoCo(Wrapper):
                 m_.sub_(sent)  # m_i <- beta m_i + D_i - q_i
         for _, a_, Q, m_, x_, v in arrived.together(a, m, x, velocity or [None] * len(a)):  # Q <- mean_i q_i
             if self.mode == "published":
-                D = torch._foreach_sub(a_, x_)
                 torch._foreach_add_(m_, Q)
-                step = torch._foreach_add(D, m_, alpha=self.beta) if self.outer.nesterov else m_
+                step = torch._foreach_add(torch._foreach_sub(a_, x_), m_, alpha=self.beta) if self.outer.nesterov else m_
                 torch._foreach_add_(a_, step, alpha=-self.outer.lr)
             else:
                 self.outer.step(a_, Q, v if velocity else [])

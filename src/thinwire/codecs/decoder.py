@@ -89,7 +89,7 @@ class Received:
 
     def _unchanged(self, nth: int, sent: Message) -> bool:
         """Whether a worker's message came back as it was sent, and as something that may be sent."""
-        return bool(sent.finite) and memoryview(self._bodies[nth]) == memoryview(_bytes(sent.payload))  # without a copy
+        return bool(sent.finite) and self._bodies[nth].data == _bytes(sent.payload).data  # without a copy
 
     def _room(self, number: int, group: Group) -> NDArray[np.integer] | None:
         """Room for the indices of a group in all messages, [workers, blocks, k]; None where none are sent."""

@@ -86,11 +86,17 @@ class Encoded(Message):
 
 
 class _Workspace:
-    """Memory for one batch of a group, allocated once a message; and whether the C kernels work on it."""
+    """Memory for one batch of a group, allocated once a message where it is needed; and whether the C kernels work on it."""
 
     def __init__(self, batches: Sequence[Batch], device: torch.device, *, in_kernels: bool = False):
-        n, self.in_kernels = max(b.starts[-1] for b in batches), in_kernels
-        self.copy, self.first, self.second = (torch.empty(n, device=device) for _ in range(3))
+        self._entries, self._device, self.in_kernels = max(b.starts[-1] for b in batches), device, in_kernels
+
+    copy = functools.cached_property(lambda self: self._new())
+    first = functools.cached_property(lambda self: self._new())
+    second = functools.cached_property(lambda self: self._new())
+
+    def _new(self) -> Tensor:
+        return torch.empty(self._entries, device=self._device)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -83,11 +83,11 @@ class Offload:
         try:
             yield
         finally:
+            devices = [entries[name].device for entries, name, _ in resting]
             for entries, name, host in resting:
-                device = entries[name].device
                 entries[name] = host.copy_(entries[name], non_blocking=True)
-            if resting:
-                self._copied = recorded(device)
+            if devices:
+                self._copied = recorded(devices[-1])
 
     def wait(self) -> None:
         """Before somebody looks at what rests: until it is there."""
@@ -114,3 +114,21 @@ def wait_for(event: torch.Event) -> None:
         if time.monotonic() > deadline:
             raise LinkError(f"the device has not ended the step before within {PATIENCE:g} s: does a worker take no part?")
         time.sleep(1e-4)
+
+
+class Offloading:
+    """Of an optimizer: slots that may rest on the host between rounds."""
+
+    offload: Offload | None = None  # which, where any do
+    _active: list[Tensor]
+
+    def at_hand(self, which: Collection[int] | None = None) -> AbstractContextManager[None]:
+        """Within it what rests on the host is where its parameter is: of these parameters, by default of all."""
+        if self.offload is None:
+            return nullcontext()
+        return self.offload.at_hand(cast("SlotOptimizer", self), range(len(self._active)) if which is None else which)
+
+    def wait_for_host(self) -> None:
+        """Before somebody looks at what rests on the host: until all of it is there."""
+        if self.offload is not None:
+            self.offload.wait()

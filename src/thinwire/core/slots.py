@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.codecs import Chain, Codec, CodecSchedule
-from thinwire.core.offload import Offload
+from thinwire.core.offload import Offloading
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.payload import LARGEST, all_finite
 from thinwire.sharding.shards import Shards, local, reshard
@@ -30,7 +29,7 @@ COUNTERS = ("thinwire_step", "thinwire_round", "thinwire_synced")
 WHOSE = ("thinwire_worker", "thinwire_workers")  # of a state dict: the id of its worker, and how many there were
 
 
-class SlotOptimizer(Optimizer):
+class SlotOptimizer(Offloading, Optimizer):
     """A torch optimizer whose state is made at once, named, and checked when it is loaded.
 
     Two kinds of state. Keys in `replicated` are bit-equal on all workers at any time; all other state, such as the moments of
@@ -42,7 +41,6 @@ class SlotOptimizer(Optimizer):
     name: ClassVar[str] = ""
     replicated: frozenset[str] = frozenset()
     synced: frozenset[str] = frozenset()
-    offload: Offload | None = None  # slots that rest on the host between rounds
 
     def __init__(
         self,
@@ -84,17 +82,6 @@ class SlotOptimizer(Optimizer):
         """The slot `name`, or "param", of the parameters with these numbers; empty where no parameter has that slot."""
         everything = self.params() if name == "param" else self.slot(name)
         return [everything[i] for i in which] if everything else []
-
-    def at_hand(self, which: Collection[int] | None = None) -> AbstractContextManager[None]:
-        """Within it what rests on the host is where its parameter is: of these parameters, by default of all."""
-        if self.offload is None:
-            return contextlib.nullcontext()
-        return self.offload.at_hand(self, range(len(self._active)) if which is None else which)
-
-    def wait_for_host(self) -> None:
-        """Before somebody looks at what rests on the host: until all of it is there."""
-        if self.offload is not None:
-            self.offload.wait()
 
     def gradients(self) -> list[Tensor]:
         """This process's part of every gradient, in the order of `params()`; zeros where a parameter has none."""

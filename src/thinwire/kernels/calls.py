@@ -185,8 +185,9 @@ class Kernels:
             rate: see above.
             sign: take the sign.
         """
-        grid = (-(-x.shape[0] // BLOCK), -(-x.shape[1] // BLOCK))
-        self._decode(entries, _rows(x, x.shape), grid, (*x.shape, rate, sign))
+        rows, columns = x.shape
+        grid = (-(-rows // BLOCK), -(-columns // BLOCK))
+        self._decode(entries, _rows(x, x.shape), grid, (rows, columns, rate, sign))
 
     def squares(self, entries: Entries) -> NDArray[np.float64]:
         """The sum of squares of each block's mean, [blocks]."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -44,13 +45,19 @@ def whitened(g: Tensor, v: Tensor, *, b2: float, eps: float, step: int, clip: fl
         step: how many gradients there have been, this one included.
         clip: multiplies the gradient first.
     """
-    dtype = torch.promote_types(v.dtype, torch.float32)
+    dtype = _wide(v.dtype)
     wide = g.to(dtype) if clip == 1 else g.to(dtype) * clip
     square = (v if v.dtype == dtype else v.to(dtype)).mul_(b2).addcmul_(wide, wide, value=1 - b2)
     if square is not v:
         v.copy_(square)  # rounded to nearest; this step divides by what it was before
     root = square.sqrt().div_(math.sqrt(1 - b2**step)).add_(eps)
     return torch.div(wide, root, out=root)
+
+
+@cache
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What second moments of this dtype are computed in; asked for once, since it is an operation like any other."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def whitening(
@@ -89,7 +96,7 @@ def whitening(
 
 def _all_whitened(g: list[Tensor], v: list[Tensor], *, b2: float, eps: float, step: int, clip: float = 1.0) -> Sequence[Tensor]:
     """`whitened` of many tensors in few operations."""
-    dtypes = [torch.promote_types(t.dtype, torch.float32) for t in v]
+    dtypes = [_wide(t.dtype) for t in v]
     wide, kept = [t.to(dtype) for t, dtype in zip(g, dtypes, strict=True)], v
     v = [t.to(dtype) for t, dtype in zip(v, dtypes, strict=True)]  # the same tensors where they are as wide
     if isinstance(clip, Tensor) or clip != 1:

@@ -271,16 +271,18 @@ class DeviceReceived(Received):
             torch._foreach_copy_(parts, means)
         return out
 
-    def step(self, tensors: Sequence[Tensor], lr: Sequence[float], sign: Sequence[bool], scale: Tensor | None = None) -> None:
+    def step(
+        self, tensors: Sequence[Tensor], rates: Sequence[float], signs: Sequence[bool], scale: Tensor | None = None
+    ) -> None:
         """Take the mean off tensors.
 
         Args:
             tensors: changed in place.
-            lr: what it is multiplied by, for each tensor.
-            sign: whether its sign is taken, for each tensor.
+            rates: what it is multiplied by, for each tensor.
+            signs: whether its sign is taken, for each tensor.
             scale: multiplies the mean of each tensor first, [tensors].
         """
-        self._step_others(tensors, lr, sign, scale, ())
+        self._step_others(tensors, rates, signs, scale, ())
 
     def _step_others(
         self,

@@ -116,7 +116,9 @@ class FusedReceived(DeviceReceived):
         self._combine(number, places, (chunk.shape,) * many, triton.addresses([[matrix] * many], self.device), factors=scale)
         return matrix
 
-    def step(self, tensors: Sequence[Tensor], lr: Sequence[float], sign: Sequence[bool], scale: Tensor | None = None) -> None:
+    def step(
+        self, tensors: Sequence[Tensor], rates: Sequence[float], signs: Sequence[bool], scale: Tensor | None = None
+    ) -> None:
         """In one launch for all tensors with the same settings; see `DeviceReceived`."""
         done = {n for n in self._fast if all(tensors[g.index].dtype in _DTYPES for g in self.plan.layout.groups[n].grids)}
         for number in sorted(done):
@@ -124,16 +126,16 @@ class FusedReceived(DeviceReceived):
             whole = [grid.index for grid in group.grids]
             held = Held(tensors, whole)
             where = triton.addresses([held.tensors], self.device)
-            for (dtype, rate, signs), some in alike([(tensors[i].dtype, float(lr[i]), sign[i]) for i in whole]):
+            for (dtype, rate, sign), some in alike([(tensors[i].dtype, float(rates[i]), signs[i]) for i in whole]):
                 places = places_of(group, 0, group.blocks, tuple(whole[n] for n in some), self.device)
                 shapes = self.plan.layout.shapes
-                self._combine(number, places, shapes, where, factors=scale, lr=rate, sign=signs, step=True, dtype=dtype)
+                self._combine(number, places, shapes, where, factors=scale, lr=rate, sign=sign, step=True, dtype=dtype)
             held.write_back()
         if self._rows is not None and all(tensors[i].dtype in _DTYPES for i in self.plan.layout.dense):
-            self._rows.step(tensors, lr, sign, scale)
+            self._rows.step(tensors, rates, signs, scale)
             done.add(-1)
         if len(done) < len(self.plan.layout.groups) + bool(self.plan.layout.dense):
-            self._step_others(tensors, lr, sign, scale, done)
+            self._step_others(tensors, rates, signs, scale, done)
 
     def squares(self) -> Tensor:
         """See `DeviceReceived`; all tensors are summed up together where the kernels know all of them."""

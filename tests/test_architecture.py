@@ -41,7 +41,7 @@ def test_algorithm_files_are_short_and_know_nothing_of_the_network() -> None:
     assert len(files) >= 9
     for path in files:
         text = path.read_text()
-        assert len(text.splitlines()) <= 180, path.name
+        assert len(text.splitlines()) <= 185, path.name
         for cls in [n for n in ast.parse(text).body if isinstance(n, ast.ClassDef)]:
             used = {ast.unparse(n) for n in ast.walk(cls) if isinstance(n, ast.Attribute)}
             assert not used & {"self.link", "self.engine.queue", "self.engine.policy"}, (

@@ -32,7 +32,7 @@ def settings_class(cls: type[Algorithm], fixed: Mapping[str, Any]) -> type:
         if kind is not None:
             annotated = Annotated[kind, tyro.conf.arg(help=_for_a_flag(described.get(name, "")))]
             made.append((name, annotated, field(default=fixed.get(name, default))))
-    rare = {"rare": frozenset({"offload", "own_v", *(f.name for f in fields(Policy))})}  # only `--help-all` shows them
+    rare = {"rare": frozenset({"offload", "moment", *(f.name for f in fields(Policy))})}  # only `--help-all` shows them
     return make_dataclass(f"{cls.__name__}Settings", made, frozen=True, kw_only=True, namespace=rare)
 
 

@@ -95,6 +95,11 @@ class Received:
         """Room for the indices of a group in all messages, [workers, blocks, k]; None where none are sent."""
         if not self.chain.selection.indexed:
             return None
+        if len(self._bodies) == len(self._known):  # of a worker's own message alone they are there
+            (sent,) = self._known.values()
+            indices = sent.kept[number].indices
+            assert indices is not None
+            return indices[None]
         return np.empty((len(self._bodies), group.blocks, self.plan.of_group[number][0].k), narrow(group.L))
 
     def _check(self) -> list[float]:
@@ -111,7 +116,7 @@ class Received:
         for nth, sent in self._known.items():
             for kept, room in zip(sent.kept, self._indices, strict=True):
                 squares[nth] += self._note(kept.values)
-                if room is not None and kept.indices is not None:
+                if room is not None and kept.indices is not None and len(room) > 1:
                     room[nth] = kept.indices
             squares[nth] += self._note(sent.dense.numpy())
         return squares

@@ -25,12 +25,12 @@ from thinwire.codecs.layout import BATCH, LONG, Batch, Group, Piece, Shape, in_r
 from thinwire.codecs.made import Made, piece_of
 from thinwire.codecs.message_plan import Kept, Message, Plan, narrow, plan_of, rows_of, shapes_of
 from thinwire.codecs.stages import Floats, Stages
-from thinwire.codecs.wire import with_checksum
+from thinwire.codecs.wire import PART_NBYTES, with_checksum
 from thinwire.errors import ConfigError
 from thinwire.kernels import Kernels, Whitening
 from thinwire.payload import Payload, describe
 
-_HOT = 1 << 18  # entries that are made, transformed and selected while they are in the second-level cache, by the C kernels
+_HOT = 1 << 17  # entries that are made, transformed and selected while they are in the second-level cache, by the C kernels
 
 PerTensor = float | Sequence[float]  # one number for all tensors, or one for each
 
@@ -258,7 +258,7 @@ def _encode(
     written, read, sent = (write or functools.partial(_write, chain, plan))(chosen, whole)
     kept = [Kept(indices, back.reshape(values.shape)) for (indices, values), back in zip(chosen, read, strict=True)]
     finite = all(bool(np.isfinite([r.min(), r.max()]).all()) for r in [sent, *(k.values for k in kept)] if r.size)
-    body = torch.from_numpy(_joined(written, np.uint8)).to(device)
+    body = torch.from_numpy(written[0] if len(written) == 1 else np.concatenate([np.empty(0, np.uint8), *written])).to(device)
     if chain.linear:
         assert chain.values.wire_dtype is not None
         body = body.view(chain.values.wire_dtype) if body.numel() else body.to(chain.values.wire_dtype)
@@ -267,25 +267,21 @@ def _encode(
 
 def _write(chain: Stages, plan: Plan, chosen: list[Chosen], whole: Floats) -> tuple[list[Bytes], list[Floats], Floats]:
     """All parts of a message, one after the other: see `Write`. What was chosen is overwritten by what receivers read."""
-    written: list[Bytes] = []
+    body = np.zeros(plan.nbytes, np.uint8)
     for part in plan.parts:
-        pieces: list[Bytes] = []
         for section in part.sections:
             values = whole
             if section.group is not None:
                 indices, values = chosen[section.number]
                 if section.code is not None and indices is not None:
-                    pieces.append(section.code.encode(indices[section.first : section.last]))
+                    section.code.encode_into(indices[section.first : section.last], body[section.start : section.middle])
             values = values.reshape(-1)[section.offset : section.offset + section.count]
-            pieces.append(chain.values.overwrite(values, section.row))
+            body[section.middle : section.stop] = chain.values.overwrite(values, section.row)
         if part.header:
-            written.append(np.frombuffer(with_checksum(part.header, pieces), np.uint8))
-        written += pieces
-    return written, [values.reshape(-1) for _, values in chosen], whole
-
-
-def _joined(arrays: list[NDArray], dtype: type = np.float32) -> NDArray:
-    return arrays[0] if len(arrays) == 1 and dtype is np.float32 else np.concatenate([np.empty(0, dtype), *arrays])
+            contents = body[part.start + PART_NBYTES : part.stop]
+            header = np.frombuffer(with_checksum(part.header, [contents]), np.uint8)
+            body[part.start : part.start + PART_NBYTES] = header
+    return [body], [values.reshape(-1) for _, values in chosen], whole
 
 
 def _keep(chain: Stages, group: Group, source: _Source, device: torch.device, round: int, batch: int) -> Chosen:

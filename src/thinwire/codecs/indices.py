@@ -58,6 +58,10 @@ class IndexCode(ABC):
     def encode(self, indices: NDArray[np.integer]) -> Bytes:
         """The code of `indices` [n, k], each row strictly increasing in [0, L)."""
 
+    def encode_into(self, indices: NDArray[np.integer], out: Bytes) -> None:
+        """The same into zeros of its length."""
+        out[:] = self.encode(indices)
+
     @classmethod
     def candidates(cls, L: int, k: int) -> Iterable[Self]:
         """The codes of this kind that may be the shortest."""
@@ -244,12 +248,18 @@ class EliasFano(IndexCode):
 
     def encode(self, indices: NDArray[np.integer]) -> Bytes:
         """All rows, then all low bits."""
-        if (fast := self._kernels(indices)) is not None:
-            code = np.zeros(self.nbytes(len(indices)), np.uint8)
-            fast.write_sets(np.ascontiguousarray(indices, np.uint16), code, row=self._row.bits // 8, low=self.low)
+        if self._kernels(indices) is not None:
+            self.encode_into(indices, code := np.zeros(self.nbytes(len(indices)), np.uint8))
             return code
         rows = self._row.encode((indices >> self.low) + np.arange(self.k))
         return np.concatenate([rows, pack((indices & ((1 << self.low) - 1)).astype(np.uint32).reshape(-1), self.low)])
+
+    def encode_into(self, indices: NDArray[np.integer], out: Bytes) -> None:
+        """See `IndexCode`."""
+        if (fast := self._kernels(indices)) is None:
+            super().encode_into(indices, out)
+        else:
+            fast.write_sets(np.ascontiguousarray(indices, np.uint16), out, row=self._row.bits // 8, low=self.low)
 
     def read_into(self, code: Bytes, out: NDArray[np.integer]) -> bool:
         """See `IndexCode`."""

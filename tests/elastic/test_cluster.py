@@ -187,7 +187,7 @@ def check_equal(workers: list[Worker]) -> None:
         seen = [worker.hashes[number] for worker in workers if number in worker.hashes]
         assert len(set(seen)) == 1, f"round {number}"
         shared += len(seen) > 1
-    assert shared >= 2
+    assert shared, "no round that two workers know of"
 
 
 @pytest.mark.parametrize("name", ["diloco", "demo"])

@@ -31,6 +31,7 @@ from thinwire.network import Network, Op
 from thinwire.payload import Payload
 from thinwire.sharding.mesh import make_mesh, shard_model
 from thinwire.sharding.shards import reshard
+from thinwire.sim import Churn
 from thinwire.tools.plan.messages import NullLink
 
 SHAPES = [(100, 130), (70,), (3, 5), (), (64, 64), (700,), (0, 4), (2, 3, 70)]
@@ -469,14 +470,15 @@ def settings_of(link: Link, **settings: Any) -> thinwire.DeMo:
 
 
 def test_what_owners_must_not_do_is_a_config_error_with_its_reason() -> None:
-    def refused(match: str, make: Callable[[Link], Any]) -> None:
+    def refused(match: str, make: Callable[[Link], Any], **world: Any) -> None:
         def worker(link: Link) -> None:
             with pytest.raises(ConfigError, match=match):
                 make(link)
 
-        World(2).run(worker)
+        World(2, **world).run(worker)
 
     refused("hostile owner would dictate", lambda link: settings_of(link, route="owners", robust="median"))
+    refused("an owner that dies would stall", lambda link: settings_of(link, route="owners"), churn=Churn())
     refused("meet in pairs", lambda link: thinwire.NoLoCo(adamw(net().parameters()), link, route="owners"))
     refused("depends on the numbers of the blocks", lambda link: settings_of(link, route="owners", codec=RandomK(8) >> Sign()))
     refused("the transform of what they get", lambda link: settings_of(link, route=Owners(TopK(8) >> Sign())))

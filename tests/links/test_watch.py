@@ -138,3 +138,22 @@ def test_nobody_is_silent_where_this_worker_could_not_listen() -> None:
     beats._note({}, time.monotonic())
     assert beats.silent() == set(), "they have another half of that time"
     beats.close()
+
+
+def test_the_beat_of_a_link_that_is_never_closed_ends_before_python() -> None:
+    """A thread that is within a store's C++ code when Python ends would abort the process."""
+    program = """
+import atexit, time
+from thinwire.links.beats import Beats
+
+class Slow:
+    def another(self): return self
+    def ask(self, *words): time.sleep(0.3)
+    def get(self, key): return None
+
+beats = Beats(Slow(), 0, range(2), silence=0.1, address="127.0.0.1|0")
+atexit.register(lambda: print("running" if beats._thread.is_alive() else "ended"))  # called last
+beats.say("here")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "ended\n"), ended.stderr

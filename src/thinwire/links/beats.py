@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import secrets
 import threading
@@ -67,10 +68,12 @@ class Beats:
             self._register = self._register.another()
             self._thread = threading.Thread(target=self._run, name="thinwire beats", daemon=True)
             self._thread.start()
+            atexit.register(self.close)  # of a link that is never closed
         self._beat()
 
     def close(self) -> None:
         """Beat no longer."""
+        atexit.unregister(self.close)
         self._stop.set()
         if self._thread is not None:
             # Not for a moment only: a thread that is within the store's C++ code when Python ends takes the process along.

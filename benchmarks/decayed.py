@@ -18,6 +18,10 @@ from thinwire.tools.records import read_records
 from thinwire.tools.report.comparison import Arm, Comparison, comparisons
 
 MATRIX = Path(__file__).parent / "matrix"
+SWEEP = (4, 16, 64)  # sequences per worker and step: records sweep-4 and so on, all of matrix/sweep.txt
+
+
+_SWEPT = [f"sweep-{batch}" for batch in SWEEP]
 
 
 def compared(name: str) -> Comparison:
@@ -82,8 +86,25 @@ def how(name: str) -> str:
 
 def command(name: str) -> str:
     """Makes what is missing of the records, which is nothing as they are."""
-    words = ["thinwire", "compare", f"@benchmarks/matrix/{name}.txt", "--records", f"benchmarks/records/{name}.jsonl"]
-    return shlex.join(words)
+    file, _, batch = name.partition("-") if name in _SWEPT else (name, "", "")
+    words = ["thinwire", "compare", f"@benchmarks/matrix/{file}.txt", *(["--batch", batch] if batch else [])]
+    return shlex.join([*words, "--records", f"benchmarks/records/{name}.jsonl"])
+
+
+def swept() -> str:
+    """Loss of each arm of the sweep against the baseline's, batch by batch."""
+    first = compared(_SWEPT[0])
+    arms = [arm.name for arm in first.arms if arm is not first.baseline]
+    heads = [f"{batch} sequences" for batch in SWEEP]
+    lines = [f"| method | {' | '.join(heads)} |", f"|---{'|---:' * len(SWEEP)}|"]
+    losses = [f"{compared(name).baseline.loss.mean:.3f}" for name in _SWEPT]
+    lines.append(f"| {first.baseline.name}, loss | {' | '.join(losses)} |")
+    for arm in arms:
+        cells = [difference(name, arm, first.baseline.name) for name in _SWEPT]
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    commands = "; ".join(f"`{command(name)}`" for name in _SWEPT)
+    seeds = ", ".join(str(len(compared(name).baseline.records)) for name in _SWEPT)
+    return "\n".join(lines) + f"\n\n*Simulated: 4 workers in one process; {seeds} seeds; {commands}.*"
 
 
 def difference(name: str, arm: str, other: str) -> str:
@@ -148,13 +169,40 @@ def draw(name: str, *, show: Callable[[Arm], float | None], label: str, file: st
     return path
 
 
+def draw_sweep() -> Path:
+    """What methods lose against the baseline, over the batch of a worker."""
+    from benchmarks.figures import FIGURES, plt
+    from benchmarks.frontier import FAMILIES
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    first = compared(_SWEPT[0])
+    for arm in (arm for arm in first.arms if arm is not first.baseline):
+        _, color, marker = FAMILIES.get(arm.first.config.algorithm, ("", "tab:purple", "^"))
+        found = [(compared(name), arm_of(name, arm.name)) for name in _SWEPT]
+        losses = [here.against(one) for here, one in found]
+        errors = [here.error(one) or 0.0 for here, one in found]
+        axes.errorbar(SWEEP, losses, yerr=errors, color=color, marker=marker, capsize=3, label=arm.name)
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set(xscale="log", ylabel=f"loss against {first.baseline.name}, %")
+    axes.set_xlabel(f"sequences of 64 bytes per worker and step ({first.title.split(',')[0]}, 16 rounds, simulated)")
+    axes.set_xticks(SWEEP, [str(batch) for batch in SWEEP])
+    axes.minorticks_off()
+    axes.grid(True, alpha=0.25)
+    axes.legend(fontsize=8)
+    FIGURES.mkdir(exist_ok=True)
+    path = FIGURES / "decayed-sweep.svg"
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+    return path
+
+
 def _rounds(arm: Arm) -> float | None:
     rounds = arm.sample("rounds")
     return None if rounds is None or not math.isfinite(rounds.mean) else rounds.mean
 
 
 def main() -> None:
-    """Draw both figures from the records of pico."""
+    """Draw loss against bytes and rounds from the records of pico, and the sweep of batches."""
     import matplotlib as mpl
 
     mpl.rcParams["svg.hashsalt"] = "thinwire"
@@ -168,6 +216,7 @@ def main() -> None:
         )
     )
     print(draw("pico", show=_rounds, label=f"rounds ({title}, simulated)", file="decayed-rounds.svg"))
+    print(draw_sweep())
 
 
 if __name__ == "__main__":

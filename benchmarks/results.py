@@ -10,6 +10,7 @@ same: who adds records reads the text again.
     {{ message PART / ARM / OTHER }}      how many times shorter an arm's messages are than another's
     {{ closed PART / ARM / LOW / HIGH }}  which part of the gap between two others an arm closes
     {{ decayed NAME }}                    all arms of the records NAME of `thinwire compare`, and how they were run
+    {{ swept }}                           arms of the sweep of batches against its baseline
     {{ paired NAME / ARM / OTHER }}       loss of an arm of these against another's, paired by seed, with its standard error
     {{ sends NAME / ARM }}                how many times fewer bytes than DDP's ring
     {{ shorter NAME / ARM / OTHER }}      how many times shorter its messages are than another's
@@ -159,6 +160,7 @@ FILL: dict[str, Callable[..., str]] = {
     "message": _message,
     "closed": _closed,
     "decayed": _decayed,
+    "swept": decayed.swept,
     "paired": decayed.difference,
     "sends": decayed.fewer,
     "shorter": decayed.shorter,

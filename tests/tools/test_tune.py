@@ -73,7 +73,8 @@ def test_the_methods_of_the_evidence_can_be_built(file: Path) -> None:
     arms, _ = parse_arms(words, common) if words else ({}, None)
     for config in (config for configs in arms.values() for config in configs):
         optimizer_of(config, torch.nn.Linear(64, 64), SoloLink())
-        assert (config.lr_schedule, config.val_windows) == ("wsd", 512)
+        windows = 512 if config.task.startswith("gpt") else None  # images are evaluated on a whole test set
+        assert (config.lr_schedule, config.val_windows) == ("wsd", windows)
 
 
 def _used_with(file: Path) -> list[Path]:

@@ -17,7 +17,9 @@ from thinwire.errors import ConfigError
 from thinwire.tools.build import optimizer_of, task_of
 from thinwire.tools.cli import main
 from thinwire.tools.config import RunConfig, check_same_run, presets, read_run_toml, write_run_toml
+from thinwire.tools.flags import parse_run
 from thinwire.tools.train import Progress, Trainer
+from thinwire.tools.words import words_of
 
 
 def made(algorithm: str, **settings: Any) -> Any:
@@ -212,3 +214,17 @@ def test_alone_exchanges_nothing_and_every_worker_is_its_inner_optimizer() -> No
             inner.step()
             inner.zero_grad()
         assert_same(ended, snapshot(model))
+
+
+@pytest.mark.parametrize(
+    ("words", "betas"),
+    [
+        (["--beta2", "0.99"], [0.9, 0.99]),
+        (["--beta2", "0.99", "--betas", "0.8", "0.97"], [0.8, 0.97]),
+        ([], [0.9, 0.95]),
+    ],
+)
+def test_beta2_is_the_second_beta_of_methods_without_an_inner_optimizer(words: list[str], betas: list[float]) -> None:
+    config, _ = parse_run("sim", ["--algorithm", "demo", *words])
+    assert list(optimizer_of(config, nn.Linear(2, 2), SoloLink()).param_groups[0]["betas"]) == betas
+    assert parse_run("sim", words_of(config))[0] == config

@@ -69,7 +69,8 @@ def _run(algorithm: str, wire: str | None = None, **settings: Any) -> RunConfig:
     return RunConfig(algorithm=algorithm, wire=wire, settings=settings)
 
 
-_COARSE = {"over": "workers", "beta": 0.9, "outer_momentum": 0.5, "outer_lr": 0.9}
+_MEASURED = {"outer_momentum": 0.5, "outer_lr": 0.9}  # of DiLoCo, in the runs that its losses are from
+_COARSE = {"over": "workers", "beta": 0.9, **_MEASURED}
 _LISTED = (
     Method("ddp", _run("ddp")),
     Method("data-parallel bf16", _run("data-parallel", "bf16")),
@@ -79,8 +80,8 @@ _LISTED = (
     Method("mt-dao", _run("mt-dao", H=32), tried=(1, 32)),
     Method("mt-dao fp4", _run("mt-dao", "fp4", H=32, K_v=192), tried=(1, 32)),
     Method("des-loc", _run("des-loc"), tried=(1, 256)),
-    Method("diloco", _run("diloco", H=32), tried=(1, 1000)),
-    Method("diloco fp4", _run("diloco", "fp4", H=32), tried=(1, 100)),
+    Method("diloco", _run("diloco", H=32, **_MEASURED), tried=(1, 1000)),
+    Method("diloco fp4", _run("diloco", "fp4", H=32, **_MEASURED), tried=(1, 100)),
     Method("diloco ternary", _run("decoupled-diloco", "ternary", H=32, **_COARSE), tried=(1, 100)),
     Method("streaming-diloco", _run("streaming-diloco", H=32), tried=(1, 100)),
     Method("decoupled-diloco", _run("decoupled-diloco", H=32), tried=(1, 512)),

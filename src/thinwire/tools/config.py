@@ -84,7 +84,8 @@ class RunConfig:
     qh_lives: float = 0.0
     """Let those momenta grow slow with the run: at step t a half-life is at most t / qh-lives; 0 has them slow at once."""
     beta2: float | None = None
-    """Decay of the second moment; by default 0.95, of adam 0.999, of qhadopt 0.9999, of the other qh* at least beta squared."""
+    """Decay of the second moment; by default 0.95, of adam 0.999, of qhadopt 0.9999, of the other qh* at least beta squared.
+    Of methods without an inner optimizer it is the second of --betas."""
     qh_warmup: int | None = None
     """Steps with beta 0.9 and omega 1 before the qh* optimizers switch to slow momenta; by default those of the warm start."""
     qh_reset: Literal["zero", "age"] = "zero"

@@ -69,7 +69,10 @@ def parse_run(
         args=arguments,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
-    config = replace(run, settings=as_dict(settings), data=_absolute(run.data))
+    own = as_dict(settings)
+    if run.beta2 is not None and saved is None and "betas" in own and peek(arguments, "--betas") is None:
+        own["betas"] = [own["betas"][0], run.beta2]  # of a method with an update rule of its own
+    config = replace(run, settings=own, data=_absolute(run.data))
     config.validate()
     return config, place
 

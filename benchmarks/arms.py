@@ -351,6 +351,7 @@ def _after_warm_start(
     name: str, algorithm: str, wire: str | None, lrs: list[float], seeds: tuple[int, ...] = SEEDS, **settings: Any
 ) -> Arm:
     inner = {} if algorithm == "demo" else ADAMW
+    settings = {"betas": (0.9, 0.95), **settings} if algorithm == "demo" else settings  # beta2 of WARM is its start's
     return Arm(name, "gpt-nano", algorithm, wire, settings, {"lr": lrs}, seeds, run={**WARM, **inner}, **LONGER)
 
 

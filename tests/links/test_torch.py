@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.processes import LIMIT, WARM, Pool, hear, join_job, meet, own_group, start_store, tell, until
-from thinwire.errors import ConfigError, LinkError, WireError
+from thinwire.errors import ConfigError, LinkError, TrainingDiverged, WireError
 from thinwire.links import Link, SoloLink, TorchLink, connect, disconnect
-from thinwire.links.heartbeat import Heartbeat
+from thinwire.links.heartbeat import Departure, Heartbeat
+from thinwire.links.torch import _Verdict
 from thinwire.payload import Payload
 from thinwire.sim import World
 
@@ -262,6 +263,18 @@ def test_other_peoples_errors_pass_unchanged_while_nobody_is_lost() -> None:
             raise error
         assert caught.value is error
     link.mean(message())  # and the link is not broken
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_error_of_all_workers_is_no_lost_rank_where_another_has_left_because_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    link, error = TorchLink(), TrainingDiverged("training has diverged at step 2", since=2)
+    left = Departure(1, ended=True, reason="TrainingDiverged: training has diverged at step 2", parts={})
+    monkeypatch.setattr(link, "_who_is_to_blame", lambda members, number: _Verdict([], [left]))
+    with pytest.raises(TrainingDiverged) as caught, link.naming_the_lost():
+        raise error
+    assert caught.value is error
+    with pytest.raises(LinkError, match="rank 1 left after round 0: TrainingDiverged"), link.naming_the_lost():
+        raise RuntimeError("connection closed by peer")
 
 
 @pytest.mark.usefixtures("alone")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.errors import ConfigError, LinkError
+from thinwire.errors import ConfigError, LinkError, ThinwireError
 from thinwire.links.base import Done, Link, SoloLink, Ticket, check_length, members_of
 from thinwire.links.heartbeat import Departure, Heartbeat, Part
 from thinwire.links.rendezvous import in_job, join_job
@@ -106,7 +106,7 @@ class TorchLink(Link):
         try:
             yield
         except RuntimeError as cause:
-            if isinstance(cause, LinkError):
+            if isinstance(cause, ThinwireError):  # raised on all workers alike: another may have left because of it already
                 raise
             verdict = self._who_is_to_blame(range(self.size), self._part.posts + 1)
             blamed = verdict.lost or not verdict.reached

@@ -413,6 +413,32 @@ def test_what_a_device_decided_is_read_before_the_state_is_looked_at() -> None:
         assert float(opt.inner.state[params[0]]["step"]) == 1
 
 
+@pytest.mark.parametrize("name", ["demo", "data-parallel"])
+def test_a_state_saved_right_after_a_refused_round_is_that_of_a_cpu(name: str) -> None:
+    """Where all workers act together on a refusal, and one of them saves alone: the host's counts are right all the same."""
+
+    def saved(link: Link, backend: syncs.Backend | None) -> list[list[Any]]:
+        found = []
+        with contextlib.nullcontext() if backend is None else Audit():
+            move: Callable[[Tensor], Tensor] = torch.clone if backend is None else on_device
+            params = [nn.Parameter(move(torch.linspace(-1, 1, math.prod(shape)).view(shape))) for shape in SHAPES]
+            opt = METHODS[name](params, link if backend is None else syncs.PretendLink(link, backend))
+            for step in range(4):
+                for p in params:
+                    p.grad = move(torch.full(p.shape, math.nan if (link.rank, step) == (0, 1) else 0.5))
+                opt.step()
+                state = opt.state_dict()
+                entries = [on_host(e).tolist() for of_p in state["state"].values() for e in of_p.values()]
+                found.append([entries, [{k: v for k, v in g.items() if k != "foreach"} for g in state["param_groups"]]])
+        return found
+
+    here = World(2, step_time=0.0).run(lambda link: saved(link, None))
+    for backend in syncs.BACKENDS:
+        assert World(2, step_time=0.0).run(lambda link, backend=backend: saved(link, backend)) == here
+    counts = [of_step[1][0]["thinwire_synced"] for of_step in here[0]]
+    assert counts == [1, 1, 3, 4], "the second round was refused"
+
+
 def test_a_local_step_and_a_dense_round_look_at_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the meta device there are none: whatever looks at one raises. What is read later has its own way to the host."""
     monkeypatch.setattr(deferred, "Later", lambda numbers: type("Nothing", (), {"read": lambda _: [0.0] * numbers.numel()})())

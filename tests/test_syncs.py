@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import thinwire
-from tests.tiers import first_quick
 from thinwire import (
     DCT,
     MTDAO,
@@ -143,8 +142,13 @@ def over(budget: Files, crossings: Iterable[Crossing]) -> Files:
     return {file: many - budget.get(file, 0) for file, many in found.items() if many > budget.get(file, 0)}
 
 
-@pytest.mark.parametrize("backend", first_quick(["nccl", "gloo"]))
-@pytest.mark.parametrize("name", sorted(found()))
+def _budgets() -> list[Any]:
+    """Every method over every backend; those that the bars are about are quick."""
+    pairs = [(name, backend) for name in sorted(found()) for backend in syncs.BACKENDS]
+    return [p if p[0] in BARS or p[1] == "nccl" else pytest.param(*p, marks=pytest.mark.slow) for p in pairs]
+
+
+@pytest.mark.parametrize(("name", "backend"), _budgets())
 def test_the_host_waits_no_more_often_than_the_budget_says(name: str, backend: syncs.Backend) -> None:
     rows = {row.what: row for row in syncs.audit_named(name, backend=backend, alarm=name == "diloco")}
     assert rows.keys() >= {syncs.FIRST, syncs.ROUND}

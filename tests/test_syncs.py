@@ -35,6 +35,7 @@ from thinwire import (
 )
 from thinwire.algorithms import found
 from thinwire.core import deferred
+from thinwire.core import on_device as on_device_exchange
 from thinwire.core.offload import Offload
 from thinwire.errors import ConfigError, NonFiniteRound
 from thinwire.links.base import Done, Ticket
@@ -357,6 +358,26 @@ def test_offload_is_one_of_two_places_and_not_for_workers_that_come_and_go() -> 
         link = type("Coming", (SoloLink,), {"elastic": object()})()
         with pytest.raises(ConfigError, match="here workers come and go: leave it out"):
             Offload.check(params, link)
+
+
+def test_tensors_to_go_back_to_are_copied_in_lists_of_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists of several a GPU would copy one by one."""
+    dtypes: list[set[torch.dtype]] = []
+    copy = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda a, b: dtypes.append({t.dtype for t in (*a, *b)}) or copy(a, b))
+    tensors = [torch.tensor([float(n)], dtype=(torch.float32, torch.bfloat16, torch.int64)[n % 3]) for n in range(7)]
+    kept = deferred.Selected(tensors)
+    assert dtypes == [{torch.float32}, {torch.bfloat16}, {torch.int64}]
+    assert all(map(torch.equal, kept.before, tensors))
+
+
+def test_over_gloo_a_message_of_a_gpu_is_copied_into_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as a machine without a GPU can tell; what arrives cannot be sent there."""
+    pinned, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **how: pinned.append(pin_memory) or empty(*a, **how))
+    message = torch.arange(5).as_subclass(type("OnCard", (Tensor,), {"is_cuda": True}))
+    assert torch.equal(on_device_exchange._to_host(message), torch.arange(5)) and pinned == [True]
+    assert torch.equal(on_device_exchange._to_host(torch.arange(5)), torch.arange(5)) and pinned == [True]
 
 
 def test_clipping_by_a_factor_that_nobody_looks_at_is_that_on_a_cpu() -> None:

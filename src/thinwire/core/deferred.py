@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from thinwire.codecs.device.chunks import alike
 from thinwire.core.exchange import Exchange, Gathered, post
 from thinwire.core.offload import Offload, recorded, wait_for
 from thinwire.core.on_device import OnDevice, kind_on_device
@@ -77,8 +78,8 @@ class Selected:
         """Copy them."""
         self.tensors = list(tensors)
         self.before = [torch.empty_like(t) for t in self.tensors]
-        if self.tensors:
-            torch._foreach_copy_(self.before, self.tensors)
+        for _, some in alike([(t.dtype, t.device) for t in self.tensors]):  # else a GPU copies them one by one
+            torch._foreach_copy_([self.before[n] for n in some], [self.tensors[n] for n in some])
 
     def unless(self, refused: Tensor) -> None:
         """Give the tensors their old values where `refused` (0-d) says so: `torch.where`, for all tensors in a few launches.

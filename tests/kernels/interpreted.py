@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks import device_kernels
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -360,6 +361,14 @@ def test_all_kernels_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPa
 def test_a_kernel_that_does_nothing_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=f"{name}.* computes something else than it should"):
         tried_without(monkeypatch, name)
+
+
+def test_a_report_compares_kernels_with_torch_operations() -> None:
+    with torch_everywhere():
+        found = device_kernels.compare(CPU, [(64, 64), (16,)], wait=lambda: None, repeats=1, k=32, workers=2)
+    assert found["kernels"].startswith("triton-") and found["triton"]
+    assert found["messages are equal"] is True and found["largest relative distance of means"] < 1e-5
+    assert found["kernels s"].keys() == found["torch s"].keys()
 
 
 # --- The whole ---------------------------------------------------------------------------------------------------------------

@@ -90,10 +90,11 @@ def _take(opt: Algorithm, params: list[nn.Parameter], steps: int, device: torch.
         for p in params:
             p.grad = torch.randn_like(p) if p.grad is None else p.grad
         opt.step()
-    _wait_for(device)
+    wait_for(device)
 
 
-def _wait_for(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
+    """Until the device has done what it was given."""
     if device.type == "cuda":
         with waits_allowed():
             torch.cuda.synchronize(device)
@@ -130,11 +131,11 @@ def _timed(opt: Algorithm, repeats: int, device: torch.device) -> dict[str, Any]
         torch.cuda.reset_peak_memory_stats(device)
     held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     for _ in range(repeats * H):
-        _wait_for(device)
+        wait_for(device)
         before, started = opt.rounds, time.perf_counter()
         opt.step()
         asked = time.perf_counter() - started
-        _wait_for(device)
+        wait_for(device)
         times["round" if opt.rounds > before else "local"].append((asked, time.perf_counter() - started))
     found: dict[str, Any] = {}
     for what, pairs in times.items():

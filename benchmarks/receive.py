@@ -1,6 +1,6 @@
 """One receiver and the messages of 8 workers, k = 128: this tree against another checkout, in turns within one run.
 
-    git worktree add ../old e2cba8e
+    git worktree add --detach ../old e2cba8e
     python -m benchmarks.receive --against ../old --record
 
 What is timed is what a worker with DeMo's defaults does with messages that have arrived: check them, merge them, find the root
@@ -44,7 +44,12 @@ def receiver(size: str) -> None:
         receive = lambda: chain.receive(Messages(messages, params, mean=senders))  # noqa: E731
     except ImportError:  # older trees
         receive = lambda: chain.receive(messages, params, mean=senders)  # type: ignore[call-arg]  # noqa: E731
-    print("ready", flush=True)
+    try:
+        from thinwire import kernels
+
+        print(kernels.name(), flush=True)
+    except ImportError:  # older trees
+        print("none", flush=True)
     for _ in sys.stdin:
         started = time.thread_time()
         received = receive()
@@ -88,17 +93,25 @@ class Tree:
 
 def measure(against: Path, size: str, repeats: int) -> dict[str, Any]:
     here = Path(__file__).resolve().parents[1]
-    trees = {}
+    trees, arithmetic = {}, {}
     for name, path, kernels in (("old", against, "off"), ("plain", here, "off"), ("kernels", here, "auto")):
         trees[name] = Tree(path, size, kernels)
-        trees[name].hear()  # one after the other: all of them encode first
+        arithmetic[name] = trees[name].hear().strip()  # one after the other: all of them encode first
     for _ in range(repeats):
         for tree in trees.values():
             tree.turn()
     for tree in trees.values():
         tree.close()
     least = {name: min(tree.seconds) for name, tree in trees.items()}
-    return {"size": size, "workers": WORKERS, "k": K, "repeats": repeats, "least cpu seconds": least}
+    given = {"size": size, "against": commit(against), "workers": WORKERS, "k": K, "repeats": repeats}
+    times = {f"old / {name}": least["old"] / least[name] for name in ("plain", "kernels")}
+    return {**given, "kernels": arithmetic["kernels"], "least cpu seconds": least, "times as fast": times}
+
+
+def commit(tree: Path) -> str:
+    """The commit of a checkout, for the record; "unknown" of a folder that is none."""
+    done = subprocess.run(["git", "-C", tree, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def main() -> None:
@@ -110,10 +123,8 @@ def main() -> None:
     arguments = parser.parse_args()
     figures = measure(arguments.against.resolve(), arguments.size, arguments.repeats)
     print(json.dumps(figures, indent=1))
-    least = figures["least cpu seconds"]
-    print(*(f"old / {name}: {least['old'] / least[name]:.2f}" for name in ("plain", "kernels")), sep="\n")
     if arguments.record:
-        from benchmarks import record
+        from benchmarks import record  # not in a receiver, which may run in a tree without it
 
         record.append("receive", figures)
 

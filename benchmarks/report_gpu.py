@@ -4,12 +4,14 @@
     torchrun --nproc-per-node 2 -m benchmarks.report_gpu                     # NCCL too
 
 It writes one JSON file: what the machine is (names and versions, nothing that identifies it), what a GPU does as a CPU does,
-where the host is made to wait, and seconds and memory of steps and rounds. docs/gpu.md says where to send it.
+where the host is made to wait, seconds and memory of steps and rounds, and the Triton kernels beside torch operations.
+docs/gpu.md says where to send it.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -25,7 +27,8 @@ from torch.cuda import nccl
 
 import thinwire
 from benchmarks import device as on_device
-from benchmarks.pair import SIZES
+from benchmarks import device_kernels
+from benchmarks.pair import SIZES, gpt_shapes
 from thinwire import DCT, MTDAO, DiLoCo, Sign, SoloLink, TopK
 from thinwire.core.hashing import hash_tensors
 from thinwire.optim import QHAdam
@@ -40,6 +43,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(device)
         about |= {"cuda": torch.version.cuda, "gpus": torch.cuda.device_count(), "gpu": properties.name}
         about |= {"memory GB": properties.total_memory / 1e9, "capability": [properties.major, properties.minor]}
+        about |= {"triton": device_kernels.installed()}
         about |= {"nccl": list(nccl.version()) if torch.distributed.is_nccl_available() else None}
     return about
 
@@ -121,6 +125,19 @@ def checks(device: torch.device) -> dict[str, bool | float | str]:
     return found
 
 
+def kernels_of(device: torch.device, sizes: list[str], repeats: int) -> dict[str, Any]:
+    """Kernels beside torch operations; the error where that fails, so that the rest of the record is kept."""
+    found: dict[str, Any] = {}
+    repeats = repeats if device.type == "cuda" else 1  # a dry run takes seconds for each
+    for size in sizes:
+        try:
+            wait = functools.partial(on_device.wait_for, device)
+            found[size] = device_kernels.compare(device, gpt_shapes(*SIZES[size]), wait=wait, repeats=repeats)
+        except Exception as error:
+            found[size] = f"{type(error).__name__}: {error}"
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["10M", "124M"], help="models (default: 10M 124M)")
@@ -133,6 +150,7 @@ def main() -> None:
         raise SystemExit("torch finds no GPU on this machine; --device cpu makes a dry run")
     figures = {"date": time.strftime("%Y-%m-%d"), **machine(device), "checks": checks(device)}
     figures |= {"wire": on_device.measure(device, arguments.sizes, arguments.repeats)}
+    figures |= {"kernels": kernels_of(device, arguments.sizes, arguments.repeats)}
     if os.environ.get("RANK", "0") != "0":
         return
     path = Path(arguments.out or f"thinwire-gpu-{figures['date']}.json")
@@ -140,6 +158,7 @@ def main() -> None:
     for name, result in figures["checks"].items():
         print(f"{name}: {result}")
     on_device.show(figures["wire"])
+    print(json.dumps(figures["kernels"], indent=1))
     print(f"written to {path}: docs/gpu.md says where to send it")
 
 

@@ -42,7 +42,7 @@ def _newest(what: str) -> Row:
     return [row for row in _rows("owners") if row["what"] == what][-1]
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1) -> str:
+def table(head: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1) -> str:
     """A table whose columns after the first ones are numbers."""
     head = list(head)
     lines = [head, ["---"] * left + ["---:"] * (len(head) - left), *rows]
@@ -51,7 +51,7 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1) ->
 
 def _bytes() -> str:
     head = ["model", "workers", "gathered", "owners, mean", "owners, most", "DDP's ring over the mean"]
-    return _table(
+    return table(
         head,
         (
             [
@@ -99,7 +99,7 @@ def _loss(base: str, other: str) -> str:
         sent = ", ".join(show_bytes(run["figures"]["sent"]) for run in pairs[0])
         rates = ", ".join(f"{run['config']['lr']:g}" for run in pairs[0])
         rows.append([f"{workers}", f"{batch}", f"{steps}", rates, f"{len(pairs)}", *means, shown, sent])
-    return _table(head, rows, left=0)
+    return table(head, rows, left=0)
 
 
 def _back() -> str:
@@ -110,7 +110,7 @@ def _back() -> str:
         loss = row["figures"]["val_loss"]
         off = "" if row["arm"] == "gathered" else f"{100 * (loss / base - 1):+.1f}%"
         shown.append([row["arm"], f"{loss:.3f}", off, show_bytes(row["figures"]["sent"])])
-    return _table(["what comes back", "loss", "against gathered", "bytes of the first worker"], shown)
+    return table(["what comes back", "loss", "against gathered", "bytes of the first worker"], shown)
 
 
 def _left(row: Row, codec: str, of: str = "mean") -> str:
@@ -123,7 +123,7 @@ def _mean() -> str:
         [f"{row['workers']}", f"{row['entries']:.0f}", f"{row['alone']:.0%}", *(_left(row, codec) for codec in codecs)]
         for row in _newest("mean")["rows"]
     ]
-    return _table(["workers", "entries of a block that were sent", "by one worker alone", *codecs], rows, left=0)
+    return table(["workers", "entries of a block that were sent", "by one worker alone", *codecs], rows, left=0)
 
 
 def _of_mean(workers: str, codec: str) -> str:
@@ -147,7 +147,7 @@ def _lab() -> str:
             off, queue = row["predicted"] / row["seconds"] - 1, f"{1e3 * told.get('queue', 0.02):g} ms"
             times = [f"{row[what]:.2f} s" for what in ("free", "seconds", "predicted")]
             rows.append([row["speed"], queue, *times, f"{off:+.0%}"])
-    return _table(["links", "queue", "without a limit", "measured", "predicted", "off"], rows)
+    return table(["links", "queue", "without a limit", "measured", "predicted", "off"], rows)
 
 
 def _of_worlds() -> dict[tuple[int, str], Row]:
@@ -170,7 +170,7 @@ def _worlds() -> str:
         inside = show_bytes(row["inside"]) if row["inside"] else "-"
         sent, cpu, memory = show_bytes(row["sent"]), f"{row['cpu']:.2g} s", _gigabytes(row["memory"])
         rows.append([f"{workers:,}", name, f"{row['seconds']:.3g} s", sent, inside, cpu, memory])
-    return _table(["workers", "route", "seconds", "sent", "inside", "CPU", "memory"], rows, left=2)
+    return table(["workers", "route", "seconds", "sent", "inside", "CPU", "memory"], rows, left=2)
 
 
 def _world(route: str, workers: str, field: str) -> str:

@@ -5,7 +5,10 @@ decode, apply. Two gloo workers on loopback, one thread each. All ways take turn
 disturbs them alike; CPU seconds of a process, which say the same on a busy machine but for its caches, stand beside.
 
 * rounds: the fast path against `tests/codecs/simple.py` (tensor by tensor, int64 + float32, two all_gathers each), beside a
-  step of AdamW (foreach and fused) and a plain all-reduce of the same parameters;
+  step of AdamW (foreach and fused) and a plain all-reduce of the same parameters. They add gradients as they are, look for no
+  NaN and take a step of a sign;
+* steps: all that `thinwire.DeMo` does in a step with its defaults (is the gradient finite, whitening, the round, phi = "unit"),
+  beside the same step of AdamW and the same all-reduce;
 * bytes: one worker's message, and how far its indices are above the entropy bound;
 * memory: the most that a round takes beside parameters, gradients and momentum; of the optimizers too, and with 8 workers;
 * workers: time to read and apply the messages of 1 to 32 workers.
@@ -47,6 +50,7 @@ FAST: dict[str, Chain] = {
     "thinwire k=128 1-bit": DCT(64) >> TopK(128) >> Sign(),
 }
 SIMPLE = {"simple k=32": 32, "simple k=8": 8}
+STEPS = (128, 32)  # entries kept of a block: DeMo's default, and as published
 
 
 class DeMo:
@@ -118,6 +122,26 @@ def bench_rounds(link: Link, size: str, repeats: int, k: Sequence[int]) -> dict[
     ways["AdamW foreach"] = torch.optim.AdamW(params, lr=LR, foreach=True).step
     ways["AdamW fused"] = torch.optim.AdamW(params, lr=LR, fused=True).step
     ways = {name: way for name, way in ways.items() if not (found := _k(name)) or found in k}
+    return {"parameters": flat.numel(), "tensors": len(shapes), "seconds": take_turns(ways, repeats)}
+
+
+def bench_steps(link: Link, size: str, repeats: int, k: Sequence[int]) -> dict[str, Any]:
+    """Whole steps of an optimizer, of gradients that are there."""
+    shapes = gpt_shapes(*SIZES[size])
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(s).mul_(0.02)) for s in shapes]
+    torch.manual_seed(1 + link.rank)
+    for p in params:
+        p.grad = torch.randn(p.shape)
+    flat = torch.cat([p.detach().flatten() for p in params])
+    ways: dict[str, Callable[[], Any]] = {}
+    for kept in STEPS:
+        if kept in k:
+            codec = DCT(64) >> TopK(kept) >> Sign()
+            ways[f"DeMo k={kept}"] = DeMoOptimizer(params, link, lr=LR, codec=codec, alarm_every=0).step
+    # After the others, whose first step compares the parameters of the workers: gradients differ, and here so does the step.
+    ways["AdamW fused"] = torch.optim.AdamW(params, lr=LR, fused=True).step
+    ways["all-reduce fp32"] = lambda: dist.all_reduce(flat)
     return {"parameters": flat.numel(), "tensors": len(shapes), "seconds": take_turns(ways, repeats)}
 
 
@@ -248,13 +272,14 @@ def _timed(call: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
-PARTS = ("rounds", "memory", "bytes", "workers")
+PARTS = ("rounds", "steps", "memory", "bytes", "workers")
 
 
 def bench_pair(link: Link, sizes: list[str], repeats: int, k: Sequence[int], parts: Sequence[str]) -> dict[str, Any]:
     rounds = {size: bench_rounds(link, size, repeats, k) for size in sizes if "rounds" in parts}
+    steps = {size: bench_steps(link, size, repeats, k) for size in sizes if "steps" in parts}
     memory = {sizes[-1]: bench_memory(link, sizes[-1], k)} if "memory" in parts else {}
-    return {"kernels": kernels.name(), "rounds": rounds, "memory MB": memory}
+    return {"kernels": kernels.name(), "rounds": rounds, "steps": steps, "memory MB": memory}
 
 
 def measure(sizes: list[str], repeats: int, k: Sequence[int], parts: Sequence[str]) -> dict[str, Any]:
@@ -304,6 +329,16 @@ def show(figures: dict[str, Any]) -> None:
             simple = row["seconds"].get(f"simple k={_k(way) or 32}", row["seconds"].get("simple k=32", t))
             ratios = (simple["median"] / t["median"], simple["cpu"] / t["cpu"])
             table.add_row(way, *(f"{t[what]:.3f}" for what in ("least", "median", "cpu")), *(f"{r:.2f}" for r in ratios))
+        console.print(table)
+    for row in figures["steps"].values():
+        title = f"a whole step of {row['parameters']:,} parameters, 2 workers"
+        table, fused = (
+            Table("way", "least s", "median s", "CPU s", "of AdamW's CPU s", title=title),
+            row["seconds"]["AdamW fused"],
+        )
+        for way, t in row["seconds"].items():
+            seconds = [f"{t[what]:.3f}" for what in ("least", "median", "cpu")]
+            table.add_row(way, *seconds, f"{t['cpu'] / fused['cpu']:.2f}")
         console.print(table)
     console.print(f"kernels: {figures['kernels']}", figures["memory MB, 8 workers, k=128"])
     for size, row in figures["memory MB"].items():

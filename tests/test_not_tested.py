@@ -38,8 +38,8 @@ def test_every_reason_to_skip_is_told_once_with_the_number_of_tests() -> None:
 
 
 class _Item:
-    def __init__(self, nodeid: str, folder: str = "algorithms"):
-        self.nodeid, self.path, self.marks = nodeid, ROOT / "tests" / folder / "test_x.py", list[str]()
+    def __init__(self, nodeid: str, folder: str = "algorithms", file: str = "test_x.py"):
+        self.nodeid, self.path, self.marks = nodeid, ROOT / "tests" / folder / file, list[str]()
 
     def get_closest_marker(self, name: str) -> str | None:
         return name if name in self.marks else None
@@ -51,11 +51,12 @@ class _Item:
 def test_of_many_cases_the_first_and_a_quarter_are_quick_and_half_are_rare_always_the_same() -> None:
     many, few = ([_Item(f"t.py::test_{count}[{n}]") for n in range(count)] for count in (90, 4))
     cheap = [_Item(f"t.py::test_cheap[{n}]", folder="codecs") for n in range(90)]
-    tiers.thin_out([*many, *few, *cheap])  # type: ignore[list-item]
+    bars = [_Item(f"t.py::test_budget[{n}]", folder="", file=tiers.WHOLE[0]) for n in range(90)]
+    tiers.thin_out([*many, *few, *cheap, *bars])  # type: ignore[list-item]
     quick, slow, rare = ([i.nodeid for i in many if i.marks == marks] for marks in ([], ["slow"], ["slow", "rare"]))
     assert many[0].nodeid in quick
     assert len(quick) + len(slow) + len(rare) == 90 and 12 <= len(quick) <= 35 and 12 <= len(slow) <= 35
-    assert not any(item.marks for item in [*few, *cheap])
+    assert not any(item.marks for item in [*few, *cheap, *bars])
     again = [_Item(f"t.py::test_90[{n}]") for n in range(90)]
     tiers.thin_out(again)  # type: ignore[list-item]
     assert [item.nodeid for item in again if not item.marks] == quick

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import thinwire
-from tests.tiers import first_quick
 from thinwire import (
     DCT,
     MTDAO,
@@ -36,6 +35,7 @@ from thinwire import (
 )
 from thinwire.algorithms import found
 from thinwire.core import deferred
+from thinwire.core import on_device as on_device_exchange
 from thinwire.core.offload import Offload
 from thinwire.errors import ConfigError, NonFiniteRound
 from thinwire.links.base import Done, Ticket
@@ -143,8 +143,13 @@ def over(budget: Files, crossings: Iterable[Crossing]) -> Files:
     return {file: many - budget.get(file, 0) for file, many in found.items() if many > budget.get(file, 0)}
 
 
-@pytest.mark.parametrize("backend", first_quick(["nccl", "gloo"]))
-@pytest.mark.parametrize("name", sorted(found()))
+def _budgets() -> list[Any]:
+    """Every method over every backend; those that the bars are about are quick."""
+    pairs = [(name, backend) for name in sorted(found()) for backend in syncs.BACKENDS]
+    return [p if p[0] in BARS or p[1] == "nccl" else pytest.param(*p, marks=pytest.mark.slow) for p in pairs]
+
+
+@pytest.mark.parametrize(("name", "backend"), _budgets())
 def test_the_host_waits_no_more_often_than_the_budget_says(name: str, backend: syncs.Backend) -> None:
     rows = {row.what: row for row in syncs.audit_named(name, backend=backend, alarm=name == "diloco")}
     assert rows.keys() >= {syncs.FIRST, syncs.ROUND}
@@ -355,6 +360,26 @@ def test_offload_is_one_of_two_places_and_not_for_workers_that_come_and_go() -> 
             Offload.check(params, link)
 
 
+def test_tensors_to_go_back_to_are_copied_in_lists_of_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists of several a GPU would copy one by one."""
+    dtypes: list[set[torch.dtype]] = []
+    copy = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda a, b: dtypes.append({t.dtype for t in (*a, *b)}) or copy(a, b))
+    tensors = [torch.tensor([float(n)], dtype=(torch.float32, torch.bfloat16, torch.int64)[n % 3]) for n in range(7)]
+    kept = deferred.Selected(tensors)
+    assert dtypes == [{torch.float32}, {torch.bfloat16}, {torch.int64}]
+    assert all(map(torch.equal, kept.before, tensors))
+
+
+def test_over_gloo_a_message_of_a_gpu_is_copied_into_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as a machine without a GPU can tell; what arrives cannot be sent there."""
+    pinned, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **how: pinned.append(pin_memory) or empty(*a, **how))
+    message = torch.arange(5).as_subclass(type("OnCard", (Tensor,), {"is_cuda": True}))
+    assert torch.equal(on_device_exchange._to_host(message), torch.arange(5)) and pinned == [True]
+    assert torch.equal(on_device_exchange._to_host(torch.arange(5)), torch.arange(5)) and pinned == [True]
+
+
 def test_clipping_by_a_factor_that_nobody_looks_at_is_that_on_a_cpu() -> None:
     make: Make = lambda params, link: MTDAO(QHAdam(params), link, H=3, clip_norm=1.0)  # noqa: E731
     there, here = (trained(make, backend=backend, spoil=bad_gradients) for backend in ("nccl", None))
@@ -411,6 +436,32 @@ def test_what_a_device_decided_is_read_before_the_state_is_looked_at() -> None:
         assert float(opt.inner.state[params[0]]["step"]) == 2  # nobody knows yet
         assert float(opt.state_dict()["state"][0]["inner.step"]) == 1
         assert float(opt.inner.state[params[0]]["step"]) == 1
+
+
+@pytest.mark.parametrize("name", ["demo", "data-parallel"])
+def test_a_state_saved_right_after_a_refused_round_is_that_of_a_cpu(name: str) -> None:
+    """Where all workers act together on a refusal, and one of them saves alone: the host's counts are right all the same."""
+
+    def saved(link: Link, backend: syncs.Backend | None) -> list[list[Any]]:
+        found = []
+        with contextlib.nullcontext() if backend is None else Audit():
+            move: Callable[[Tensor], Tensor] = torch.clone if backend is None else on_device
+            params = [nn.Parameter(move(torch.linspace(-1, 1, math.prod(shape)).view(shape))) for shape in SHAPES]
+            opt = METHODS[name](params, link if backend is None else syncs.PretendLink(link, backend))
+            for step in range(4):
+                for p in params:
+                    p.grad = move(torch.full(p.shape, math.nan if (link.rank, step) == (0, 1) else 0.5))
+                opt.step()
+                state = opt.state_dict()
+                entries = [on_host(e).tolist() for of_p in state["state"].values() for e in of_p.values()]
+                found.append([entries, [{k: v for k, v in g.items() if k != "foreach"} for g in state["param_groups"]]])
+        return found
+
+    here = World(2, step_time=0.0).run(lambda link: saved(link, None))
+    for backend in syncs.BACKENDS:
+        assert World(2, step_time=0.0).run(lambda link, backend=backend: saved(link, backend)) == here
+    counts = [of_step[1][0]["thinwire_synced"] for of_step in here[0]]
+    assert counts == [1, 1, 3, 4], "the second round was refused"
 
 
 def test_a_local_step_and_a_dense_round_look_at_no_value(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,12 @@ import os
 import random
 import zlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from benchmarks import device_kernels
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -32,6 +34,8 @@ from thinwire.codecs.wire import HEADER_NBYTES, fingerprint
 from thinwire.core.deferred import Selected
 from thinwire.errors import WireError
 from thinwire.kernels import triton
+from thinwire.kernels.triton import start as starting
+from thinwire.kernels.triton import trial
 from thinwire.maths.update_rules import whitening
 from thinwire.payload import Payload
 
@@ -326,6 +330,45 @@ def test_checksums_are_zlibs(length: int, monkeypatch: pytest.MonkeyPatch) -> No
         for (start, at, stop), crc in zip(((0, 20, length), (7, 13, length - 2)), told.tolist(), strict=True):
             data = message.numpy().tobytes()
             assert zlib.crc32(data[start : at - 4] + bytes(4) + data[at:stop]) == crc % (1 << 32)
+
+
+# --- The trial --------------------------------------------------------------------------------------------------------------
+
+ALL = [name for names in starting._MODULES.values() for name in names]
+
+
+def tried_without(monkeypatch: pytest.MonkeyPatch, broken: str) -> set[str]:
+    """The kernels that a trial starts, where one of them does nothing."""
+    names, started = set[str](), starting.launch
+
+    def launch(kernel: str, *arguments: Any, **constants: Any) -> None:
+        names.add(kernel)
+        if kernel != broken:
+            started(kernel, *arguments, **constants)
+
+    for module in (starting, trial):
+        monkeypatch.setattr(module, "launch", launch)
+    trial.trial(CPU)
+    return names
+
+
+def test_all_kernels_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tried_without(monkeypatch, "") == set(ALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_a_kernel_that_does_nothing_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match=f"{name}.* computes something else than it should"):
+        tried_without(monkeypatch, name)
+
+
+def test_a_report_compares_kernels_with_torch_operations() -> None:
+    with torch_everywhere():
+        found = device_kernels.compare(CPU, [(64, 64), (16,)], wait=lambda: None, repeats=1, k=32, workers=2)
+    assert found["kernels"].startswith("triton-") and found["triton"]
+    assert found["messages are equal"] is True and found["largest relative distance of means"] < 1e-5
+    assert found["kernels s"].keys() == found["torch s"].keys()
 
 
 # --- The whole ---------------------------------------------------------------------------------------------------------------

@@ -54,6 +54,32 @@ def test_a_compiler_that_fails_is_a_warning_once(
 
 
 @needs_cpu
+def test_a_compiler_whose_command_cannot_be_read_is_a_warning_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", 'gcc "-O3')
+    assert kernels.library() is None and kernels.name() == "off"
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "CC is no command, 'gcc \"-O3'" in warning and "unset it" in warning
+
+
+@needs_cpu
+def test_a_user_without_a_home_is_a_warning_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def nobody(_: int) -> None:
+        raise KeyError("uid not found")
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    monkeypatch.setenv("CC", compiler(tmp_path)[0])
+    assert kernels.library() is None and kernels.name() == "off"
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "set HOME or XDG_CACHE_HOME" in warning
+
+
+@needs_cpu
 @pytest.mark.skipif(build.find_compiler() is None, reason="no C compiler: apt-get install gcc")
 def test_a_library_that_computes_something_else_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path

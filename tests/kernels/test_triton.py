@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,6 +115,33 @@ def test_the_switch_a_missing_triton_and_a_card_that_fails(
     monkeypatch.setitem(sys.modules, "thinwire.kernels.triton.trial", None)  # cannot be imported
     assert starting._tried.__wrapped__(CUDA) == "off"
     assert [r.message for r in caplog.records if "Triton kernels cannot be used" in r.message]
+
+
+class OnSecondCard(torch.Tensor):
+    device = torch.device("cuda", 1)  # type: ignore[assignment]
+
+
+def test_a_kernel_is_started_on_the_card_that_its_tensors_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton would start it on the current one."""
+    current: list[torch.device | None] = [None]
+
+    @contextlib.contextmanager
+    def made_current(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *_, **__: seen.append(current[-1])
+
+    seen: list[torch.device | None] = []
+    monkeypatch.setattr(torch.cuda, "device", made_current)
+    monkeypatch.setattr(starting, "_kernel", lambda _: Kernel())
+    monkeypatch.setitem(sys.modules, "triton.language", SimpleNamespace())
+    starting.launch("encode", (1,), 7, torch.empty(3).as_subclass(OnSecondCard))
+    starting.launch("encode", (1,), 7, torch.empty(3))
+    assert seen == [torch.device("cuda", 1), None]
 
 
 def test_workers_with_and_without_the_kernels_refuse_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

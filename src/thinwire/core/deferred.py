@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from thinwire.codecs.device.chunks import alike
 from thinwire.core.exchange import Exchange, Gathered, post
 from thinwire.core.offload import Offload, recorded, wait_for
 from thinwire.core.on_device import OnDevice, kind_on_device
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from thinwire.core.rounds import InFlight, RoundEngine
     from thinwire.core.wrapper import Wrapper
 
-_Act = Callable[[list[float]], None]
+_Act = Callable[[list[float]], None]  # what to do where it was refused, given the numbers that tell for what
 
 log = logging.getLogger("thinwire")
 
@@ -77,8 +78,8 @@ class Selected:
         """Copy them."""
         self.tensors = list(tensors)
         self.before = [torch.empty_like(t) for t in self.tensors]
-        if self.tensors:
-            torch._foreach_copy_(self.before, self.tensors)
+        for _, some in alike([(t.dtype, t.device) for t in self.tensors]):  # else a GPU copies them one by one
+            torch._foreach_copy_([self.before[n] for n in some], [self.tensors[n] for n in some])
 
     def unless(self, refused: Tensor) -> None:
         """Give the tensors their old values where `refused` (0-d) says so: `torch.where`, for all tensors in a few launches.
@@ -130,6 +131,11 @@ class HostValues:
         pairs = zip(self.settings, self.groups, strict=True)
         self.settings = [{k: v for k, v in before.items() if now.get(k) is not v} for before, now in pairs]
 
+    def keep(self, name: str, value: int) -> None:
+        """Go back to this value of a counter, which is about to change."""
+        for before in self.settings:
+            before[name] = value
+
     def restore(self) -> None:
         """Go back."""
         for before, group in zip(self.settings, self.groups, strict=False):
@@ -171,6 +177,7 @@ class DeviceGate:
         # Numbers, of which the last one says whether to go back; what to go back to on the host; and what to do then.
         self._decided: list[tuple[Tensor, HostValues, _Act]] = []  # at the step at hand
         self._sent: tuple[Later, list[tuple[int, HostValues, _Act]]] | None = None
+        self._due: list[Callable[[], None]] = []  # what is still to be done of what was read
 
     @classmethod
     def of(cls, engine: RoundEngine) -> Self | None:
@@ -194,29 +201,37 @@ class DeviceGate:
         Returns:
             Whether a round was refused.
         """
-        self.hand_over()
-        if self._sent is None:
-            return False
-        (later, lengths), self._sent = self._sent, None
-        numbers, aborted, refused = later.read(), self.engine.aborted, []
-        for length, kept, act in lengths:
-            if numbers[length - 1]:
-                refused.append((numbers[:length], kept, act))
-            numbers = numbers[length:]
-        for _, kept, _ in reversed(refused):
-            kept.restore()
-        for told, _, act in refused:
-            act(told)
+        self._read()
+        due, self._due, aborted = self._due, [], self.engine.aborted
+        for act in due:
+            act()
         return self.engine.aborted > aborted
 
     def settle_alone(self) -> None:
-        """Likewise on one worker alone: where all workers act together on a refusal, that waits for the next step."""
+        """Likewise on one worker alone: where all act together on a refusal, that waits for the next step, and only that."""
         if "param" not in self.engine.opt.replicated or self.engine.opt.peers.size == 1:
             self.settle()
+        else:
+            self._read()
+
+    def _read(self) -> None:
+        """Read what was decided, and put right what the host keeps."""
+        self.hand_over()
+        if self._sent is None:
+            return
+        (later, lengths), self._sent = self._sent, None
+        numbers, refused = later.read(), []
+        for length, kept, act in lengths:
+            if numbers[length - 1]:
+                refused.append(kept)
+                self._due.append(partial(act, numbers[:length]))
+            numbers = numbers[length:]
+        for kept in reversed(refused):
+            kept.restore()
 
     def forget(self) -> None:
         """What was decided is of another state: one was loaded."""
-        self._decided, self._sent = [], None
+        self._decided, self._sent, self._due = [], None, []
 
     # --- Local steps -----------------------------------------------------------------------------------------------------
 
@@ -272,15 +287,15 @@ class DeviceGate:
         states = [opt.own_state, *([] if inner is None else [inner.state])]
         before = Selected(_on_device(opt.params(), [entries for state in states for entries in state.values()]))
         kept = HostValues(opt.param_groups, *states, offload=opt.offload)
-        self._decided.append((exchange.verdict, kept, partial(self._round_was_refused, flight, told, synced)))
+        self._decided.append((exchange.verdict, kept, partial(self._round_was_refused, flight, told)))
         self.engine.apply(flight, replace(arrived, refused=None))
         before.unless(arrived.refused)
         kept.settle()
+        kept.keep("thinwire_synced", synced)
 
     def _round_was_refused(
-        self, flight: InFlight, told: Callable[[list[float]], RoundAborted | WireError], synced: int, verdict: list[float]
+        self, flight: InFlight, told: Callable[[list[float]], RoundAborted | WireError], verdict: list[float]
     ) -> None:
-        self.engine.opt.set_counter("thinwire_synced", synced)
         self.engine.begin(flight)
         refusal = told(verdict)
         if isinstance(refusal, WireError):

@@ -173,14 +173,14 @@ class GatheredThroughHost(GatheredOnDevice):
     def _message(self, body: Payload, invalid: Any) -> tuple[Payload, Op]:
         sealed, op = super()._message(body, invalid)
         self.device = sealed.data.device
-        return sealed.like(sealed.data.cpu()), op
+        return sealed.like(_to_host(sealed.data)), op
 
     def read(self, payloads: list[Payload]) -> Arrived:
         """What arrived, and whether it is refused; who says that its contribution is invalid is known at once."""
         bodies, _, culprits = self._open(payloads)
         if culprits:
             raise refusal(self.round, self.peers, culprits)
-        raw = torch.stack([body.data for body in bodies]).to(self.device)
+        raw = _stacked([body.data for body in bodies], self.device)
         received = self._read_on_device([body.like(one) for body, one in zip(bodies, raw, strict=True)])
         unsafe = ~received.safe
         refused = self.any_shard(received.wrong.any() | unsafe)
@@ -193,6 +193,21 @@ class GatheredThroughHost(GatheredOnDevice):
         if wrong := [sender for sender, flag in zip(peers.expected, verdict, strict=False) if flag]:
             return WireError("a message that is not sound", rank=wrong[0])
         return refusal(number, peers, [-1] if verdict[-2] else [])
+
+
+def _to_host(message: Tensor) -> Tensor:
+    """A copy of a message on the host, in pinned memory where it comes from a GPU: several times as fast as pageable memory."""
+    if not message.is_cuda:
+        return message.cpu()
+    return torch.empty(message.shape, dtype=message.dtype, device="cpu", pin_memory=True).copy_(message)
+
+
+def _stacked(messages: list[Tensor], device: torch.device) -> Tensor:
+    """Messages of equal length, one below the other on a device; on their way to a GPU in pinned memory."""
+    if device.type != "cuda":
+        return torch.stack(messages).to(device)
+    host = torch.empty((len(messages), messages[0].numel()), dtype=messages[0].dtype, device="cpu", pin_memory=True)
+    return torch.stack(messages, out=host).to(device, non_blocking=True)
 
 
 def kind_on_device(outgoing: Outgoing, link: Link) -> type[OnDevice] | None:

@@ -69,11 +69,11 @@ def _loaded() -> Kernels | None:
     if cpu not in CPU_FLAGS:
         log.info("no C kernels for a CPU of kind %s: sparse rounds use torch and numpy", cpu)
         return None
-    compiler = find_compiler()
-    if compiler is None:
-        log.info("no C compiler (cc): sparse rounds use torch and numpy, which takes several times as long")
-        return None
     try:
+        compiler = find_compiler()
+        if compiler is None:
+            log.info("no C compiler (cc): sparse rounds use torch and numpy, which takes several times as long")
+            return None
         return Kernels(build(compiler, CPU_FLAGS[cpu], private_folder(cache_folder())))
     except (CannotBuildError, OSError, subprocess.SubprocessError) as error:
         log.warning("the C kernels cannot be used, so sparse rounds take several times as long: %s", error)
@@ -81,16 +81,32 @@ def _loaded() -> Kernels | None:
 
 
 def find_compiler() -> list[str] | None:
-    """The command of the system's compiler: what CC says, or cc."""
-    command = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    """The command of the system's compiler: what CC says, or cc; None where there is no such program.
+
+    Raises:
+        CannotBuildError: CC is no command.
+    """
+    told = os.environ.get("CC", "")
+    try:
+        command = shlex.split(told) or ["cc"]
+    except ValueError as error:
+        raise CannotBuildError(f"CC is no command, {told!r} ({error}): set it to that of a C compiler, or unset it") from error
     path = shutil.which(command[0])
     return None if path is None else [path, *command[1:]]
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: thinwire/kernels in XDG_CACHE_HOME, or in ~/.cache."""
+    """Where libraries are kept: thinwire/kernels in XDG_CACHE_HOME, or in ~/.cache.
+
+    Raises:
+        CannotBuildError: the user has no home, as in a container whose user id is in no list.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "thinwire" / "kernels"
+    try:
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "thinwire" / "kernels"
+    except RuntimeError as error:
+        told = "set HOME or XDG_CACHE_HOME to a folder that belongs to this user"
+        raise CannotBuildError(f"no folder to keep them in ({error}): {told}") from error
 
 
 def private_folder(folder: Path) -> Path:

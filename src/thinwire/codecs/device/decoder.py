@@ -294,7 +294,8 @@ class DeviceReceived(Received):
     ) -> None:
         """`step` but for some groups."""
         for places, parts, means in self.together(tensors, scale=scale, done=done):
-            for (signs, rate), some in alike([(sign[i], lr[i]) for i in places]):
+            settings = [(sign[i], lr[i], part.dtype) for i, part in zip(places, parts, strict=True)]
+            for (signs, rate, _), some in alike(settings):  # lists of one dtype are one launch on a GPU
                 update = [means[n] for n in some]
                 if signs:
                     torch._foreach_sign_(update)

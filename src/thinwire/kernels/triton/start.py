@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -102,7 +103,14 @@ def launch(kernel: str, grid: tuple[int, ...], *arguments: Any, **constants: Any
     dtypes = {n: getattr(tl, str(c).removeprefix("torch.")) for n, c in constants.items() if isinstance(c, torch.dtype)}
     # What is rounded together is said by the kernels, so that it is the same on every card and in the interpreter.
     given = constants | dtypes
-    _kernel(kernel)[grid](*arguments, **given, num_warps=SETTINGS["warps"].get(kernel, 1), enable_fp_fusion=False)
+    with _device_of(arguments):
+        _kernel(kernel)[grid](*arguments, **given, num_warps=SETTINGS["warps"].get(kernel, 1), enable_fp_fusion=False)
+
+
+def _device_of(arguments: Sequence[Any]) -> AbstractContextManager[Any]:
+    """Within it the GPU that the arguments are on is the current one, on which Triton starts kernels."""
+    device = next((a.device for a in arguments if isinstance(a, Tensor)), None)
+    return nullcontext() if device is None or device.type != "cuda" else torch.cuda.device(device)
 
 
 @functools.cache

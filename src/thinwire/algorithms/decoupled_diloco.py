@@ -151,7 +151,7 @@ class DecoupledDiLoCo(Wrapper):
         return self._outgoing([D.clone() for D in self.slot("outgoing")])
 
     def _outgoing(self, D: list[Tensor]) -> Outgoing:
-        fed = self.with_feedback(D, "momentum", self.beta)  # beta m_i + D_i
+        fed = self.with_feedback(D, self.which(self.due), "momentum", self.beta)  # beta m_i + D_i
         return self.outgoing(fed, source=D, **self._how())
 
     def _how(self) -> dict[str, Any]:

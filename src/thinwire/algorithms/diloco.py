@@ -52,10 +52,8 @@ class DiLoCo(Feedback):
         merge: "mean" of the differences, or "rda", which keeps their length; see `thinwire.maths.outer`.
         robust: protect the mean from bad contributions: "median", "trimmed=0.25", "clip=1.5"; see `Mean.of`. It needs messages
             that are gathered, which is then the default.
-        tau: steps between sending and applying a round, below H: it travels while they are computed. What a worker has done in
-            them is dropped, as in `StreamingDiLoCo` with alpha = 0.
-        pace: "equal" steps on all workers; "speed" lets a slower worker take fewer of the H steps of a round, by measured
-            speed, and weighs its difference by the steps it took.
+        tau: steps between sending and applying a round, below H, in which it travels; what a worker does in them is dropped.
+        pace: "equal" steps on all workers, or "speed": a slower one takes fewer of the H steps, and weighs as many as it took.
         feedback: f, part of what a codec leaves out that is sent later; by default 0.9 (a slot more), 0 of exact ones and rda.
         offload: "host" keeps anchor, outer momentum and residual in the host's memory between rounds, for parameters on a
             device; see the docs on memory. The same numbers.

@@ -193,7 +193,7 @@ def draw_sweep() -> Path:
     for arm in (arm for arm in first.arms if arm is not first.baseline):
         _, color, marker = FAMILIES.get(arm.first.config.algorithm, ("", "tab:purple", "^"))
         found = [(compared(name), arm_of(name, arm.name)) for name in _SWEPT]
-        losses = [here.against(one) for here, one in found]
+        losses = [math.nan if (percent := here.against(one)) is None else percent for here, one in found]
         errors = [here.error(one) or 0.0 for here, one in found]
         axes.errorbar(SWEEP, losses, yerr=errors, color=color, marker=marker, capsize=3, label=arm.name)
     axes.axhline(0, color="black", linewidth=0.8)

@@ -198,7 +198,7 @@ def test_the_command_line_has_it(name: str) -> None:
 def test_the_coarse_form_sends_all_entries_in_three_values() -> None:
     model = model_of()
     opt = DecoupledDiLoCo.coarse(adamw(model.parameters()), SoloLink())
-    assert (opt.codec, opt.beta, opt.outer.momentum, opt.mean.over) == (Ternary(), 0.9, 0.9, "workers")
+    assert (opt.codec, opt.beta, opt.outer.lr, opt.outer.momentum, opt.mean.over) == (Ternary(), 0.9, 0.9, 0.5, "workers")
     fp32 = 4 * sum(p.numel() for p in opt.params())
     wide = DecoupledDiLoCo.coarse(adamw([torch.nn.Parameter(torch.zeros(512, 512))]), SoloLink())
     assert 4 * 512 * 512 / wide.message_nbytes() > 19

@@ -312,8 +312,8 @@ WARM_OUTER = {"lr": [1.4e-3], "outer_lr": [0.7], "outer_momentum": [0.9]}
 
 
 def _streaming(name: str, tau: int, wire: str | None = None, *, warm: bool = False, **settings: float) -> Arm:
-    """Streaming DiLoCo in four fragments at the outer settings that were best for DiLoCo."""
-    settings = {**K, "fragments": 4, "tau": tau, **settings}
+    """Streaming DiLoCo in four fragments at the outer settings that were best for DiLoCo; without feedback, as published."""
+    settings = {**K, "fragments": 4, "tau": tau, **({"feedback": 0.0} if wire else {}), **settings}
     run, grid, length = (WARM, WARM_OUTER, LONGER) if warm else (SCRATCH, BEST_OUTER, SHORTER)
     name = f"Streaming DiLoCo {name}"
     return Arm(name, "gpt-nano", "streaming-diloco", wire, settings, grid, (0,), run={**run, **ADAMW}, **length)

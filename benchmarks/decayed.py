@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -51,7 +52,7 @@ def arm_of(name: str, arm: str) -> Arm:
 def table(name: str) -> str:
     """All arms: loss, its difference to the baseline's paired by seed, rounds, bytes."""
     found = compared(name)
-    names = ["method", "lr", "points tried", "loss", f"against {found.baseline.name}", "p", "rounds", "sent"]
+    names = ["method", "lr", "points tried", "loss", f"against {found.baseline.name}", "95% interval", "p", "rounds", "sent"]
     names += ["fewer, 4 workers", "fewer, 8 workers", "seeds"]
     lines = [f"| {' | '.join(names)} |", f"|---{'|---:' * (len(names) - 1)}|"]
     for arm in found.arms:
@@ -62,6 +63,7 @@ def table(name: str) -> str:
             str(arm.first.tried),
             f"{arm.loss.mean:.3f}",
             "" if arm is found.baseline else difference(name, arm.name, found.baseline.name),
+            "" if arm is found.baseline else interval(name, arm.name, found.baseline.name),
             "" if p is None else f"{p:.2g}",
             "" if rounds is None else f"{rounds.mean:.0f}",
             "" if sent is None else show_bytes(sent.mean),
@@ -114,6 +116,18 @@ def difference(name: str, arm: str, other: str) -> str:
     if against is None:
         raise SystemExit(f"records {name}: {arm!r} and {other!r} have no seed in common, or a run diverged")
     return f"{against:+.1f}%" if error is None else f"{against:+.1f} ± {error:.1f}%"
+
+
+def interval(name: str, arm: str, other: str) -> str:
+    """Where that difference is in 95 of 100 such comparisons, by the t distribution; nothing of fewer than two seeds."""
+    found = replace(compared(name), baseline=arm_of(name, other))
+    paired, error = found.differences(arm_of(name, arm)), found.error(arm_of(name, arm))
+    if error is None:
+        return ""
+    from scipy.stats import t
+
+    middle, half = statistics.fmean(paired), float(t.ppf(0.975, len(paired) - 1)) * error
+    return f"{middle - half:+.1f} to {middle + half:+.1f}%"
 
 
 def closed(name: str, arm: str, low: str, high: str) -> str:
@@ -179,7 +193,7 @@ def draw_sweep() -> Path:
     for arm in (arm for arm in first.arms if arm is not first.baseline):
         _, color, marker = FAMILIES.get(arm.first.config.algorithm, ("", "tab:purple", "^"))
         found = [(compared(name), arm_of(name, arm.name)) for name in _SWEPT]
-        losses = [here.against(one) for here, one in found]
+        losses = [math.nan if (percent := here.against(one)) is None else percent for here, one in found]
         errors = [here.error(one) or 0.0 for here, one in found]
         axes.errorbar(SWEEP, losses, yerr=errors, color=color, marker=marker, capsize=3, label=arm.name)
     axes.axhline(0, color="black", linewidth=0.8)

@@ -12,6 +12,7 @@ same: who adds records reads the text again.
     {{ decayed NAME }}                    all arms of the records NAME of `thinwire compare`, and how they were run
     {{ swept }}                           arms of the sweep of batches against its baseline
     {{ paired NAME / ARM / OTHER }}       loss of an arm of these against another's, paired by seed, with its standard error
+    {{ interval NAME / ARM / OTHER }}     where it is with 95% confidence, by the t distribution
     {{ sends NAME / ARM }}                how many times fewer bytes than DDP's ring
     {{ shorter NAME / ARM / OTHER }}      how many times shorter its messages are than another's
     {{ closes NAME / ARM / LOW / HIGH }}  which part of the gap between two others it closes
@@ -162,6 +163,7 @@ FILL: dict[str, Callable[..., str]] = {
     "decayed": _decayed,
     "swept": decayed.swept,
     "paired": decayed.difference,
+    "interval": decayed.interval,
     "sends": decayed.fewer,
     "shorter": decayed.shorter,
     "closes": decayed.closed,

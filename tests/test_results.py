@@ -98,6 +98,19 @@ def test_the_losses_of_the_plan_are_those_of_the_records() -> None:
             assert dict(told[method])[value] == pytest.approx(100 * sum(a / b - 1 for a, b in pairs) / 3, abs=0.051), name
 
 
+def test_an_interval_is_that_of_the_t_distribution_and_agrees_with_p() -> None:
+    found = decayed.compared("pico")
+    for arm in found.arms[1:]:
+        low, high = (float(word) for word in decayed.interval("pico", arm.name, found.baseline.name).rstrip("%").split(" to "))
+        middle, error, p = found.against(arm), found.error(arm), found.p_value(arm)
+        assert middle is not None and error is not None and p is not None
+        assert (low + high) / 2 == pytest.approx(middle, abs=0.06)
+        assert (high - low) / 2 == pytest.approx(4.303 * error, abs=0.06), "three seeds have two degrees of freedom"
+        if min(abs(low), abs(high)) > 0.1:
+            assert (low * high > 0) == (p < 0.05), arm.name
+    assert decayed.interval("nano", "DeMo k=128", "AdamW-DDP") == "", "one seed has none"
+
+
 def test_times_on_thin_wires_are_shown_beside_the_plan_and_the_meter(monkeypatch: pytest.MonkeyPatch) -> None:
     def row(way: str, speed: str, seconds: float, predicted: float) -> dict[str, Any]:
         times = {"factor": seconds / 0.5, "seconds_per_step": seconds, "predicted_seconds_per_step": predicted, "alone": 0.5}

@@ -138,6 +138,7 @@ def set_ups() -> list[tuple[str, str, int, bool]]:
         for name in NAMES
         if not name.endswith("-by-owners")  # of which tests/test_owners.py has the identities
         and name not in SOURCES
+        and name != "coarse-diloco"  # all entries in float32 are those of decoupled-diloco, but for two numbers
         for gather in (True, False)
         for place, size in (("sim", 2), ("sim", 3), ("gloo", 2))
     ]

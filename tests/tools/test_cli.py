@@ -116,7 +116,7 @@ def test_version_and_no_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["trian"], "unknown command 'trian' (did you mean 'train'?): choose from demo, train, sim"),
         (
             ["train", "--algorithm", "dilocoo"],
-            "unknown algorithm 'dilocoo' (did you mean 'diloco'?): choose from alone, data-parallel",
+            "unknown algorithm 'dilocoo' (did you mean 'diloco'?): choose from alone, coarse-diloco, data-parallel",
         ),
         (["sim", "--algorithm=nope"], "unknown algorithm 'nope': choose from"),
         (["train", "--H", "-3"], "H must be a whole number of at least 1, got -3"),

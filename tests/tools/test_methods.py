@@ -33,6 +33,7 @@ def made(algorithm: str, **settings: Any) -> Any:
         ("demo-v1", DeMo.v1),
         ("demo-v2", DeMo.v2),
         ("sparseloco", DecoupledDiLoCo.sparseloco),
+        ("coarse-diloco", DecoupledDiLoCo.coarse),
         ("des-loc", partial(MTDAO.des_loc, clip_norm=1.0)),
     ],
 )

@@ -119,7 +119,7 @@ class DecoupledDiLoCo(Wrapper):
     @classmethod
     def coarse(cls, inner: Optimizer, link: Link, **settings: Any) -> Self:
         """Ours: all entries in three values instead of a few exact ones, leaky feedback, and the shared momentum of DiLoCo."""
-        ours: dict[str, Any] = {"H": 32, "outer_lr": 0.8, "beta": 0.9, "outer_momentum": 0.9, "over": "workers"}
+        ours: dict[str, Any] = {"H": 32, "outer_lr": 0.9, "beta": 0.9, "outer_momentum": 0.5, "over": "workers"}
         ours |= {"codec": Ternary()}
         return cls(inner, link, **(ours | settings))
 
@@ -151,7 +151,7 @@ class DecoupledDiLoCo(Wrapper):
         return self._outgoing([D.clone() for D in self.slot("outgoing")])
 
     def _outgoing(self, D: list[Tensor]) -> Outgoing:
-        fed = self.with_feedback(D, "momentum", self.beta)  # beta m_i + D_i
+        fed = self.with_feedback(D, self.which(self.due), "momentum", self.beta)  # beta m_i + D_i
         return self.outgoing(fed, source=D, **self._how())
 
     def _how(self) -> dict[str, Any]:

@@ -8,8 +8,8 @@ Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Mo
                                   a   <- a - eta (D + mu m)                     Nesterov; "eta m" without; "eta D" for mu = 0
                                   x_i <- a
 
-Ours, for codecs that round: r_i <- f r_i + D_i is sent in place of D_i = a - x_i, and what receivers read is taken off again:
-what a codec leaves out is not lost, but sent later (error feedback).
+Ours, for codecs that are not exact: r_i <- f r_i + D_i is sent in place of D_i = a - x_i, and what receivers read is taken off
+again: what a codec leaves out is not lost, but sent later (error feedback).
 
 With P parameters and M workers a round's message is N = b (P + M) bytes (b bytes per value), a ring sends 2 N (M - 1) / M of it
 per worker, and there is one round every H steps. Memory: two slots beside the inner optimizer's state, three with feedback.
@@ -17,25 +17,23 @@ per worker, and there is one round every H steps. Memory: two slots beside the i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, Unpack
+from typing import Literal, Unpack
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.codecs import Codec, CodecSchedule, Dense, Mean
+from thinwire.core.feedback import Feedback, feedback_of
 from thinwire.core.offload import Place
 from thinwire.core.optimizer import PolicyOptions, Start
 from thinwire.core.outgoing import Arrived, Outgoing
-from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError
 from thinwire.links.base import Link
 from thinwire.maths.outer import Merge, MergeRule, Nesterov
 from thinwire.schedules import Schedule
 
 
-class DiLoCo(Wrapper):
+class DiLoCo(Feedback):
     """H local steps of any optimizer, then an outer Nesterov step on the mean difference.
 
     Example:
@@ -54,13 +52,11 @@ class DiLoCo(Wrapper):
         merge: "mean" of the differences, or "rda", which keeps their length; see `thinwire.maths.outer`.
         robust: protect the mean from bad contributions: "median", "trimmed=0.25", "clip=1.5"; see `Mean.of`. It needs messages
             that are gathered, which is then the default.
-        tau: steps between sending and applying a round, below H: it travels while they are computed. What a worker has done in
-            them is dropped, as in `StreamingDiLoCo` with alpha = 0.
-        pace: "equal" steps on all workers; "speed" lets a slower worker take fewer of the H steps of a round, by measured
-            speed, and weighs its difference by the steps it took.
-        feedback: f, part of rounding errors sent later.
-        offload: "host" keeps anchor and outer momentum in the host's memory between rounds, for parameters on a device; see
-            the docs on memory. The same numbers.
+        tau: steps between sending and applying a round, below H, in which it travels; what a worker does in them is dropped.
+        pace: "equal" steps on all workers, or "speed": a slower one takes fewer of the H steps, and weighs as many as it took.
+        feedback: f, part of what a codec leaves out that is sent later; by default 0.9 (a slot more), 0 of exact ones and rda.
+        offload: "host" keeps anchor, outer momentum and residual in the host's memory between rounds, for parameters on a
+            device; see the docs on memory. The same numbers.
         codec: what is sent of the differences, or a `CodecSchedule`; dense float32 by default.
         options: see `thinwire.Policy`.
     """
@@ -84,7 +80,7 @@ class DiLoCo(Wrapper):
         robust: str = "",
         tau: int = 0,
         pace: Literal["equal", "speed"] = "equal",
-        feedback: float = 0.0,
+        feedback: float | None = None,
         offload: Place = "none",
         codec: Codec | CodecSchedule | None = None,
         **options: Unpack[PolicyOptions],
@@ -94,21 +90,13 @@ class DiLoCo(Wrapper):
         self.mean, codec = Mean.of(robust=robust), Dense(gather=True) if robust and codec is None else codec
         if not self.mean.plain and codec is not None and any(one.linear for one in CodecSchedule.of(codec).codecs):
             raise ConfigError(f"robust={robust!r} needs messages that are gathered, such as Dense(gather=True), got {codec!r}")
-        if not 0 <= feedback <= 1:
-            raise ConfigError(f"feedback must be from 0 to 1, got {feedback!r}")
-        if feedback and merge != "mean":
-            raise ConfigError(f"feedback={feedback:g} needs merge='mean': lengths are not differences, got merge={merge!r}")
-        self.feedback = feedback
+        self.feedback = feedback_of(feedback, codec, merge)
         settings = {"H": H, "outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": nesterov}
         settings |= {"merge": merge, "robust": robust, "tau": tau, "pace": pace}
-        settings |= {"feedback": feedback} if feedback else {}
+        settings |= {"feedback": self.feedback} if self.feedback else {}
         slots: dict[str, Start] = {"anchor": "param", "momentum": "zeros", "residual": "zeros"}
         base = {"codec": codec, "slots": slots, "settings": settings, "pace": pace, "offload": offload, **options}
         super().__init__(inner, link, H=H, tau=tau, **base)
-
-    def wants(self, slot: str, group: Mapping[str, Any]) -> bool:  # noqa: ARG002
-        """A residual is kept only with feedback."""
-        return slot != "residual" or self.feedback > 0
 
     def send(self) -> Outgoing:
         """How far this worker went."""
@@ -120,17 +108,15 @@ class DiLoCo(Wrapper):
 
     def _outgoing(self, D: list[Tensor]) -> Outgoing:
         if self.feedback:
-            fed = self.with_feedback(D, "residual", self.feedback)  # f r_i + D_i
-            return self.outgoing(fed, want_sent=True, mean=self.mean, weight=self.work(), source=D)
+            return self.fed_outgoing(D, mean=self.mean, weight=self.work())  # q_i = C(f r_i + D_i)
         given, codec = self.merge.outgoing(D, self.shards), self.merge.codec(self.codec, len(D))
         return self.outgoing(given, codec=codec, mean=self.mean, weight=self.work(), source=D)
 
     def apply(self, arrived: Arrived) -> None:
         """The outer step."""
         before, which = self.anchor_before(arrived), arrived.which
-        if self.feedback and arrived.included:  # one whose message was not counted keeps its steps in its parameters
-            rest = torch._foreach_sub(arrived.outgoing.tensors, arrived.sent)
-            torch._foreach_copy_(self.part("residual", which), rest)  # r_i <- f r_i + D_i - what was read
+        if self.feedback:
+            self.keep_rest(arrived)  # r_i <- f r_i + D_i - q_i
         D = self.share_of(self.merge.merged(arrived.mean, self.shards), arrived)  # D <- mean_i D_i
         self.outer.step(self.part("anchor", which), D, self.part("momentum", which))  # m <- mu m + D;  a <- a - eta (D + mu m)
         self.move_to_anchor(arrived, before=before)

@@ -12,8 +12,11 @@ algorithm 2. The parameters are dealt to P fragments; each is due every H steps,
 
 The next D_i is taken from a, the pure outer value, not from the mixture. With P = 1, tau = 0 and alpha = 0 it is DiLoCo.
 
+Ours, as there: with codecs that are not exact r_i <- f r_i + D_i is sent in place of D_i, and what receivers read is taken off
+again (error feedback).
+
 H steps send what one round of DiLoCo does, and with M workers b M bytes more for each fragment beyond the first (b bytes per
-value). The largest message is that of the largest fragment. Memory: a third slot beside DiLoCo's two where tau > 0.
+value). The largest message is that of the largest fragment. Memory: a slot beside DiLoCo's where tau > 0.
 """
 
 from __future__ import annotations
@@ -26,18 +29,18 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from thinwire.codecs import Codec
+from thinwire.core.feedback import Feedback, feedback_of
 from thinwire.core.fragments import FragmentLayout, Fragments
 from thinwire.core.offload import Place
 from thinwire.core.optimizer import PolicyOptions, Start
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.slots import overwrite
-from thinwire.core.wrapper import Wrapper
 from thinwire.errors import ConfigError
 from thinwire.links.base import Link
 from thinwire.maths.outer import Merge, MergeRule, Nesterov
 
 
-class StreamingDiLoCo(Fragments, Wrapper):
+class StreamingDiLoCo(Fragments, Feedback):
     """H local steps of any optimizer; every fragment takes an outer Nesterov step in its turn, tau steps after it was sent.
 
     Example:
@@ -59,8 +62,9 @@ class StreamingDiLoCo(Fragments, Wrapper):
         outer_momentum: mu.
         nesterov: Nesterov's form as in the paper, or plain heavy-ball momentum.
         merge: "mean" of the differences, or "rda", which keeps their length; see `thinwire.maths.outer`.
-        offload: "host" keeps anchor and outer momentum in the host's memory, for parameters on a device, but for fragments of a
-            round while it lasts; see the docs on memory. The same numbers.
+        feedback: f, part of what a codec leaves out that is sent later; by default 0.9 (a slot more), 0 of exact ones and rda.
+        offload: "host" keeps anchor, outer momentum and residual in the host's memory, for parameters on a device, but for
+            fragments of a round while it lasts; see the docs on memory. The same numbers.
         codec: what is sent of the differences; dense float32 by default, `Fp4()` in the paper.
         options: see `thinwire.Policy`.
     """
@@ -82,6 +86,7 @@ class StreamingDiLoCo(Fragments, Wrapper):
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         merge: MergeRule = "mean",
+        feedback: float | None = None,
         offload: Place = "none",
         codec: Codec | None = None,
         **options: Unpack[PolicyOptions],
@@ -93,7 +98,9 @@ class StreamingDiLoCo(Fragments, Wrapper):
         self.outer, self.merge = Nesterov(outer_lr, outer_momentum, nesterov), Merge(merge)
         settings = {"H": H, "tau": tau, "alpha": alpha, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
         settings |= {"nesterov": nesterov, "merge": merge}
-        slots: dict[str, Start] = {"anchor": "param", "momentum": "zeros"}
+        self.feedback = feedback_of(feedback, codec, merge)
+        settings |= {"feedback": self.feedback} if self.feedback else {}
+        slots: dict[str, Start] = {"anchor": "param", "momentum": "zeros", "residual": "zeros"}
         base = {"codec": codec, "slots": slots, "settings": settings, "offload": offload, **options}
         super().__init__(inner, link, H=H, fragments=fragments, layout=layout, tau=tau, **base)
 
@@ -106,11 +113,15 @@ class StreamingDiLoCo(Fragments, Wrapper):
         return self._outgoing([D.clone() for D in self.part("outgoing", self.which(self.due))])
 
     def _outgoing(self, D: list[Tensor]) -> Outgoing:
+        if self.feedback:
+            return self.fed_outgoing(D)  # q_i = C(f r_i + D_i)
         return self.outgoing(self.merge.outgoing(D, self.shards), codec=self.merge.codec(self.codec, len(D)), source=D)
 
     def apply(self, arrived: Arrived) -> None:
         """The outer step of the fragments that have arrived."""
         before = self.anchor_before(arrived)
+        if self.feedback:
+            self.keep_rest(arrived)  # r_i <- f r_i + D_i - q_i
         x, a, m = (self.part(name, arrived.which) for name in ("param", "anchor", "momentum"))
         D = self.share_of(self.merge.merged(arrived.mean, self.shards), arrived)
         self.outer.step(a, D, m)  # m <- mu m + D;  a <- a - eta (D + mu m)

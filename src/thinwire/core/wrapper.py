@@ -178,13 +178,13 @@ class Wrapper(Algorithm):
                     D[i].sub_(sent)
         return list(D.values())
 
-    def with_feedback(self, D: list[Tensor], slot: str, decay: float) -> list[Tensor]:
+    def with_feedback(self, D: list[Tensor], which: Sequence[int], slot: str, decay: float) -> list[Tensor]:
         """What is sent with error feedback: decay * slot + D, with the slot as rounds that are not read yet will leave it."""
-        kept = self.slot(slot)
+        kept = dict(zip(which, self.part(slot, which), strict=True))
         for flight, exchange in self.unread_rounds():
             for i, fed, sent in zip(flight.which, exchange.outgoing.tensors, exchange.sent, strict=True):
                 kept[i] = fed - sent
-        return list(torch._foreach_add(torch._foreach_mul(kept, decay), D))
+        return list(torch._foreach_add(torch._foreach_mul([kept[i] for i in which], decay), D))
 
     def unread_rounds(self) -> list[tuple[InFlight, Exchange]]:
         """Rounds with a message of this worker that it could not read yet, oldest first."""

@@ -17,8 +17,9 @@ from thinwire.errors import ConfigError
 
 ALONE = "alone"
 
-# Names of the command line that stand for a class method of an algorithm: the settings of a paper.
+# Names of the command line that stand for a class method of an algorithm: the settings of a paper, or a form of ours.
 OF_PAPERS = {
+    "coarse-diloco": ("decoupled-diloco", "coarse"),
     "des-loc": ("mt-dao", "des_loc"),
     "demo-v1": ("demo", "v1"),
     "demo-v2": ("demo", "v2"),

@@ -4,6 +4,9 @@ What stands between double braces in the text is filled in from the records.
 
     {{ bytes }}                    what leaves a worker by each route
     {{ loss BASE / OTHER }}        two arms at the same seeds, a row for each number of workers and batch
+    {{ loss-commands BASE / OTHER }}   what made that table
+    {{ arms NAME }}                all arms of a file of matrix/, or that it was not run yet
+    {{ command NAME }}             of that file: what stands in its remarks
     {{ back }}                     what owners send back
     {{ mean }}                     what the mean of many 1-bit messages looks like
     {{ left WORKERS / CODEC }}     of that table: what a codec leaves out
@@ -26,7 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
+from benchmarks.decayed import MATRIX, command_in
 from thinwire.network import show_bytes
+from thinwire.tools.records import read_records
+from thinwire.tools.report.comparison import comparisons
 
 SOURCE = Path(__file__).parent / "scaling.md"
 PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
@@ -68,18 +74,55 @@ def _bytes() -> str:
 
 
 def paired(base: str, other: str) -> dict[tuple[int, int, int], list[tuple[Row, Row]]]:
-    """Runs of two arms with the same seeds, by workers, batch and steps."""
+    """Runs of two arms with the same seeds, by workers, batch and steps; those of files like owners-16.jsonl come first."""
+    later = sorted(path.stem for path in record.RECORDS.glob("owners-*.jsonl") if path.stem.removeprefix("owners-").isdecimal())
+    pairs: dict[tuple[int, int, int], list[tuple[Row, Row]]] = {}
+    for name in ("owners_loss", *later):
+        pairs |= _paired_in(name, base, other)
+    return dict(sorted(pairs.items()))
+
+
+def _paired_in(name: str, base: str, other: str) -> dict[tuple[int, int, int], list[tuple[Row, Row]]]:
     found: dict[tuple[int, int, int], dict[int, dict[str, Row]]] = {}
-    for row in _rows("owners_loss"):
+    for row in _rows(name):
         config = row["config"]
-        if row["table"] != "owners-back" and row["arm"] in (base, other):
+        if row.get("table") != "owners-back" and row["arm"] in (base, other):
             key = config["workers"], config["batch"], config["steps"]
             found.setdefault(key, {}).setdefault(config["seed"], {})[row["arm"]] = row
     return {
         key: pairs
-        for key, seeds in sorted(found.items())
+        for key, seeds in found.items()
         if (pairs := [(arms[base], arms[other]) for _, arms in sorted(seeds.items()) if len(arms) == 2])
     }
+
+
+def _loss_commands(base: str, other: str) -> str:
+    """One for each row of the table."""
+    lines = []
+    for (workers, batch, steps), pairs in paired(base, other).items():
+        seeds = [run["config"]["seed"] for run, _ in pairs]
+        told = str(len(seeds)) if seeds == list(range(len(seeds))) else ",".join(map(str, seeds)) + "," * (len(seeds) == 1)
+        files = "@benchmarks/matrix/owners-gathered.txt @benchmarks/matrix/owners.txt"
+        flags = f"--workers {workers} --batch {batch} --steps {steps} --tune 2e-3,2.83e-3,4e-3 --seeds {told}"
+        lines.append(f"thinwire compare {files} {flags}")
+    return "\n".join(lines)
+
+
+def _arms(name: str) -> str:
+    """Loss of all arms against the first one's, paired by seed, and what their first worker sent."""
+    path = record.RECORDS / f"{name}.jsonl"
+    if not path.is_file():
+        return "*Not run yet.*"
+    [found] = comparisons(read_records(path))
+    rows = []
+    for arm in found.arms:
+        against, error, sent = found.against(arm), found.error(arm), arm.sample("sent")
+        off = "" if against is None else f"{against:+.1f}%" if error is None else f"{against:+.1f} ± {error:.1f}%"
+        fewer = "" if arm.fewer is None else f"{arm.fewer:.0f}x"
+        row = [arm.name, f"{arm.first.config.lr:g}", str(arm.first.tried), f"{arm.loss.mean:.3f}", off]
+        rows.append([*row, "" if sent is None else show_bytes(sent.mean), fewer, str(len(arm.records))])
+    head = ["method", "lr", "points tried", "loss", f"against {found.baseline.name}", "sent by the first worker"]
+    return _table([*head, "fewer than DDP's ring", "seeds"], rows)
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:
@@ -186,6 +229,9 @@ def _world(route: str, workers: str, field: str) -> str:
 FILL: dict[str, Callable[..., str]] = {
     "bytes": _bytes,
     "loss": _loss,
+    "loss-commands": _loss_commands,
+    "arms": _arms,
+    "command": lambda name: command_in(MATRIX / f"{name}.txt"),
     "back": _back,
     "mean": _mean,
     "left": _of_mean,

@@ -96,6 +96,7 @@ class DiLoCo(Wrapper):
             raise ConfigError(f"robust={robust!r} needs messages that are gathered, such as Dense(gather=True), got {codec!r}")
         if not 0 <= feedback <= 1:
             raise ConfigError(f"feedback must be from 0 to 1, got {feedback!r}")
+        self.unowned = self.merge.unowned(codec)
         if feedback and merge != "mean":
             raise ConfigError(f"feedback={feedback:g} needs merge='mean': lengths are not differences, got merge={merge!r}")
         self.feedback = feedback

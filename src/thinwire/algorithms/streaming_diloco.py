@@ -91,6 +91,7 @@ class StreamingDiLoCo(Fragments, Wrapper):
         if not 0 <= alpha < 1:
             raise ConfigError(f"alpha must be in [0, 1), since workers with alpha=1 would never meet, got {alpha!r}")
         self.outer, self.merge = Nesterov(outer_lr, outer_momentum, nesterov), Merge(merge)
+        self.unowned = self.merge.unowned(codec)
         settings = {"H": H, "tau": tau, "alpha": alpha, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
         settings |= {"nesterov": nesterov, "merge": merge}
         slots: dict[str, Start] = {"anchor": "param", "momentum": "zeros"}

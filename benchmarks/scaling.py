@@ -3,6 +3,7 @@
 What stands between double braces in the text is filled in from the records.
 
     {{ bytes }}                    what leaves a worker by each route
+    {{ growth }}                   how it grows by owners from 16 to 64 workers
     {{ loss BASE / OTHER }}        two arms at the same seeds, a row for each number of workers and batch
     {{ loss-commands BASE / OTHER }}   what made that table
     {{ arms NAME }}                all arms of a file of matrix/, or that it was not run yet
@@ -14,6 +15,7 @@ What stands between double braces in the text is filled in from the records.
     {{ cpu-ratio ROUTE }}          with most workers over with fewest
     {{ entries WORKERS }}          values that a worker reads
     {{ lab }}                      the plan of owners against shaped links
+    {{ off ROUTE }}                by how much the plan's bytes of that table are off
     {{ worlds }}                   time and bytes at 4 to 1,024 workers
     {{ world ROUTE / WORKERS / FIELD }}   a figure of that table
 """
@@ -36,6 +38,7 @@ from thinwire.tools.report.comparison import comparisons
 
 SOURCE = Path(__file__).parent / "scaling.md"
 PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
+TASKS = ("gpt-pico", "gpt-nano", "gpt-small")
 Row = dict[str, Any]
 
 
@@ -71,6 +74,17 @@ def _bytes() -> str:
             for row in _newest("bytes")["rows"]
         ),
     )
+
+
+def growth(task: str, what: str) -> float:
+    """By which part of it what leaves a worker grows by owners from 16 to 64 workers: the "mean", or the "most" of one."""
+    sent = {row["workers"]: row[what] for row in _newest("bytes")["rows"] if row["task"] == task}
+    return sent[64] / sent[16] - 1
+
+
+def _growth() -> str:
+    rows = [[task, *(f"{growth(task, what):+.1%}" for what in ("mean", "most"))] for task in TASKS]
+    return _table(["16 to 64 workers", "mean over workers", "most that one sends"], rows)
 
 
 def paired(base: str, other: str) -> dict[tuple[int, int, int], list[tuple[Row, Row]]]:
@@ -212,8 +226,17 @@ def _worlds() -> str:
         name = f"{route}, {workers // row['members']} sites" if row["members"] > 1 else route
         inside = show_bytes(row["inside"]) if row["inside"] else "-"
         sent, cpu, memory = show_bytes(row["sent"]), f"{row['cpu']:.2g} s", _gigabytes(row["memory"])
-        rows.append([f"{workers:,}", name, f"{row['seconds']:.3g} s", sent, inside, cpu, memory])
-    return _table(["workers", "route", "seconds", "sent", "inside", "CPU", "memory"], rows, left=2)
+        seconds = [f"{row[what]:.3g} s" for what in ("seconds", "predicted seconds")]
+        rows.append([f"{workers:,}", name, *seconds, sent, show_bytes(row["predicted sent"]), inside, cpu, memory])
+    head = ["workers", "route", "seconds", "predicted", "sent", "predicted", "inside", "CPU", "memory"]
+    return _table(head, rows, left=2)
+
+
+def _off(route: str) -> tuple[float, float]:
+    """By how much of it the plan's bytes are off, in percent: at least and at most."""
+    rows = [row for (_, name), row in _of_worlds().items() if name == route]
+    off = [100 * abs(row["predicted sent"] / row["sent"] - 1) for row in rows]
+    return min(off), max(off)
 
 
 def _world(route: str, workers: str, field: str) -> str:
@@ -228,6 +251,8 @@ def _world(route: str, workers: str, field: str) -> str:
 
 FILL: dict[str, Callable[..., str]] = {
     "bytes": _bytes,
+    "growth": _growth,
+    "off": lambda route: " to ".join(f"{off:.2g}%" for off in _off(route)),
     "loss": _loss,
     "loss-commands": _loss_commands,
     "arms": _arms,

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from benchmarks import record, scaling
 
+from thinwire import DCT, Chain, Owners, Sign, TopK
+from thinwire.core.route import owned_nbytes
+from thinwire.tasks import make_task
 from thinwire.tools.arms import split_arguments
 from thinwire.tools.commands.compare import parse_arms
 
@@ -22,7 +25,7 @@ def test_a_word_that_cannot_be_filled_in_is_named(monkeypatch: pytest.MonkeyPatc
     text = tmp_path / "scaling.md"
     monkeypatch.setattr(scaling, "SOURCE", text)
     text.write_text("{{ losses }}")
-    with pytest.raises(SystemExit, match="must begin with one of bytes, loss"):
+    with pytest.raises(SystemExit, match="must begin with one of bytes, growth, off, loss"):
         scaling.page()
     text.write_text("{{ world owners / 1024 / seconds }}")
     assert scaling.page().splitlines()[-1].endswith(" s")
@@ -36,6 +39,17 @@ def test_runs_are_paired_by_their_seeds() -> None:
             config = run["config"]
             assert (config["workers"], config["batch"], config["steps"]) == (workers, batch, steps)
         assert all(a["config"]["seed"] == b["config"]["seed"] and a["arm"] != b["arm"] for a, b in runs)
+
+
+def test_what_leaves_a_worker_by_owners_grows_by_less_than_8_percent_from_16_to_64_workers() -> None:
+    params = list(make_task("gpt-nano").model().parameters())
+    codec = Chain.of(DCT(64) >> TopK(32) >> Sign())
+    sent = {}
+    for workers in (16, 64):
+        halves = owned_nbytes(Owners(), codec, params, range(len(params)), workers)
+        sent[workers] = sum(sum(halves.sent(rank)) + workers - 1 for rank in range(workers)) / workers
+    assert sent[64] / sent[16] < 1.08
+    assert scaling.growth("gpt-nano", "mean") == pytest.approx(sent[64] / sent[16] - 1), "as recorded"
 
 
 def test_a_mean_and_its_standard_error() -> None:

@@ -12,6 +12,7 @@ What stands between double braces in the text is filled in from the records.
     {{ mean }}                     what the mean of many 1-bit messages looks like
     {{ left WORKERS / CODEC }}     of that table: what a codec leaves out
     {{ cpu ROUTE / WORKERS }}      milliseconds of CPU of a round
+    {{ cpu-of }}                   whose CPU time that is
     {{ cpu-ratio ROUTE }}          with most workers over with fewest
     {{ entries WORKERS }}          values that a worker reads
     {{ lab }}                      the plan of owners against shaped links
@@ -191,6 +192,12 @@ def _of_cpu(route: str, workers: str) -> Row:
     return next(row for row in _newest("cpu")["rows"] if (row["route"], row["workers"]) == (route, int(workers)))
 
 
+def _cpu_of() -> str:
+    """Records from before the threads of gloo were counted have one time."""
+    all_threads = all("thread" in row for row in _newest("cpu")["rows"])
+    return "in all threads of the worker's process" if all_threads else "in the worker's own thread, without those of gloo"
+
+
 def _cpu_ratio(route: str) -> str:
     rows = sorted((row for row in _newest("cpu")["rows"] if row["route"] == route), key=lambda row: row["workers"])
     return f"{rows[-1]['cpu'] / rows[0]['cpu']:.2f}"
@@ -261,6 +268,7 @@ FILL: dict[str, Callable[..., str]] = {
     "mean": _mean,
     "left": _of_mean,
     "cpu": lambda route, workers: f"{1e3 * _of_cpu(route, workers)['cpu']:.0f} ms",
+    "cpu-of": _cpu_of,
     "cpu-ratio": _cpu_ratio,
     "entries": lambda workers: f"{_of_cpu('owners', workers)['entries']:,}",
     "lab": _lab,

@@ -30,7 +30,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "diloco": {"H": 5},
     "mt-dao": {"H": 4},
     "streaming-diloco": {"H": 8, "fragments": 2, "tau": 2},
+    "demo by owners": {},
+    "demo in sites": {},  # of two processes each
 }
+OWNED = "TopK(4) >> Sign()"  # leaves out most of what each owner averages
 LIMIT = 600.0  # seconds that a whole attempt may take; one that hangs is a failure
 FOREVER = 1 << 30  # a step that no run reaches
 
@@ -40,7 +43,7 @@ class Storm:
     """One run that is killed and resumed.
 
     Attributes:
-        algorithm: of `thinwire train`.
+        algorithm: of `METHODS`.
         task: of `thinwire train`.
         kills: how many times somebody is killed.
         workers: real processes.
@@ -151,17 +154,21 @@ class _Attempt:
 def _worker(place: dict[str, str], storm: Storm, folder: Path, step: Any, last: Any) -> None:
     """One worker of one attempt."""
     import torch
+    from torch.distributed.device_mesh import init_device_mesh
 
     from thinwire.errors import LinkError
-    from thinwire.links import connect, disconnect
+    from thinwire.links import Link, TorchLink, TwoLevel, connect, disconnect
     from thinwire.tools.config import RunConfig, write_whole
     from thinwire.tools.display import MetricsFile
     from thinwire.tools.train import Progress, Trainer
 
     os.environ.update(place, GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
+    algorithm, _, how = storm.algorithm.partition(" ")
     config = RunConfig(
-        algorithm=storm.algorithm,
+        algorithm=algorithm,
+        route="owners" if how == "by owners" else "gather",
+        wire=OWNED if how == "by owners" else None,
         task=storm.task,
         workers=storm.workers,
         steps=storm.steps,
@@ -172,14 +179,18 @@ def _worker(place: dict[str, str], storm: Storm, folder: Path, step: Any, last: 
         settings=METHODS[storm.algorithm],
     )
     try:
-        link = connect(backend="gloo", timeout=LIMIT)
+        link: Link = connect(backend="gloo", timeout=LIMIT)
+        rank = link.rank
+        if how == "in sites":
+            mesh = init_device_mesh("cpu", (storm.workers // 2, 2), mesh_dim_names=("site", "member"))
+            link = TwoLevel(*(TorchLink(mesh[axis], timeout=LIMIT) for axis in ("member", "site")))
         trainer = Trainer(config, link)
         trainer.resume(folder / "checkpoints")
-        metrics = MetricsFile(folder / f"metrics{link.rank}.jsonl", after=trainer.step)
+        metrics = MetricsFile(folder / f"metrics{rank}.jsonl", after=trainer.step)
 
         def watch(progress: Progress) -> None:
             metrics(progress)
-            if link.rank == 0:
+            if rank == 0:
                 step.value = progress.step
                 while step.value >= last.value:
                     time.sleep(0.002)
@@ -191,9 +202,9 @@ def _worker(place: dict[str, str], storm: Storm, folder: Path, step: Any, last: 
     digest = hashlib.sha256()
     for p in trainer.model.parameters():
         digest.update(p.detach().numpy().tobytes())
-    lines = map(json.loads, (folder / f"metrics{link.rank}.jsonl").read_text().splitlines())
+    lines = map(json.loads, (folder / f"metrics{rank}.jsonl").read_text().splitlines())
     result = {"parameters": digest.hexdigest(), "sent": trainer.link.meter.totals.sent}
-    write_whole(folder / f"result{link.rank}.json", json.dumps({**result, "losses": [line["loss"] for line in lines]}))
+    write_whole(folder / f"result{rank}.json", json.dumps({**result, "losses": [line["loss"] for line in lines]}))
     disconnect()
 
 
@@ -201,11 +212,12 @@ def main(kills: int = 120, seed: int = 0) -> None:
     """Storm over all methods until there were this many kills.
 
     Args:
-        kills: in all; over five methods, two and three workers.
+        kills: in all; over all methods, two and three workers, and four in sites.
         seed: of the moments and victims; another seed is another storm.
     """
     storms = [
-        Storm(name, workers=2 + number % 2, kills=-(-kills // len(METHODS)), seed=seed) for number, name in enumerate(METHODS)
+        Storm(name, workers=4 if "sites" in name else 2 + number % 2, kills=-(-kills // 5), seed=seed)  # of five, once
+        for number, name in enumerate(METHODS)
     ]
     path = record.RECORDS / f"{NAME}.jsonl"
     known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

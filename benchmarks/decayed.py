@@ -93,6 +93,16 @@ def command(name: str) -> str:
     return shlex.join([*words, "--records", f"benchmarks/records/{name}.jsonl"])
 
 
+def command_in(path: Path) -> str:
+    """The command that stands in the remarks of a file of methods."""
+    lines = [line.removeprefix("#").strip() for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    text = "\n".join(lines).replace("\\\n", "")
+    found = next((line for line in text.splitlines() if line.startswith("thinwire compare")), None)
+    if found is None:
+        raise SystemExit(f"{path} has no remark with a `thinwire compare`")
+    return found
+
+
 def swept() -> str:
     """Loss of each arm of the sweep against the baseline's, batch by batch."""
     first = compared(_SWEPT[0])

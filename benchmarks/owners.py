@@ -5,8 +5,9 @@
     python -m benchmarks.owners mean [--record]    # what the mean of many 1-bit messages looks like; about 5 minutes
     python -m benchmarks.owners lab [--record]     # the plan against links that the kernel shapes, 8 workers; root, 12 minutes
 
-`cpu` counts the CPU time of the worker's own thread in a round, so that waiting for the others and for cores does not count; of
-several rounds the median. Entries are the values that a worker reads. `lab` compares seconds per step with what `thinwire plan`
+`cpu` counts the CPU time of a worker's process in a round, the threads of gloo among it, and beside it that of the worker's own
+thread; who waits for the others or for cores sleeps, so that does not count. Of several rounds the median. Entries are the
+values that a worker has to read by the plans of its messages. `lab` compares seconds per step with what `thinwire plan`
 predicts from the time of a step on links without a limit, which is measured before and after each speed.
 
 `mean` trains gpt-pico by owners in the simulator and looks at what owners are about to send in the last rounds: how many
@@ -66,20 +67,22 @@ def rounds(link: Link, route: str, repeats: int) -> dict[str, float]:
     generator = torch.Generator().manual_seed(link.rank)
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in gpt_shapes(*SIZES[SIZE])]
     opt = DeMo(params, link, codec=DCT(64) >> TopK(K) >> Sign(), route=route)  # type: ignore[arg-type]
-    seconds, entries = [], 0
+    seconds, own, entries = [], [], 0
     for number in range(repeats + 2):  # the first two make tables and slots
         for p in params:
             p.grad = torch.randn(p.shape, generator=generator)
-        began = time.thread_time()
+        began, began_own = time.process_time(), time.thread_time()
         opt.step()
-        seconds.append(time.thread_time() - began)
+        own.append(time.thread_time() - began_own)
+        seconds.append(time.process_time() - began)
         if number == 0 and route == "owners":
             entries = _entries(opt, link)
-    return {"cpu": statistics.median(seconds[2:]), "entries": entries, "sent": opt.meter.totals.sent / (repeats + 2)}
+    times = {"cpu": statistics.median(seconds[2:]), "thread": statistics.median(own[2:])}
+    return {**times, "entries": entries, "sent": opt.meter.totals.sent / (repeats + 2)}
 
 
 def _entries(opt: DeMo, link: Link) -> int:
-    """Values that this worker reads in a round: as owner of its share from all workers, and of all owners."""
+    """Values that this worker reads in a round, by its plans: as owner of its share from all, and of all owners."""
     out = opt.message_of((0,))
     assert out is not None and opt.owners is not None
     owned = Owned(link, out, owners=opt.owners, **opt.owned(opt.which((0,))), peers=link.peers(), round=1)

@@ -3,14 +3,20 @@
 What stands between double braces in the text is filled in from the records.
 
     {{ bytes }}                    what leaves a worker by each route
+    {{ growth }}                   how it grows by owners from 16 to 64 workers
     {{ loss BASE / OTHER }}        two arms at the same seeds, a row for each number of workers and batch
+    {{ loss-commands BASE / OTHER }}   what made that table
+    {{ arms NAME }}                all arms of a file of matrix/, or that it was not run yet
+    {{ command NAME }}             of that file: what stands in its remarks
     {{ back }}                     what owners send back
     {{ mean }}                     what the mean of many 1-bit messages looks like
     {{ left WORKERS / CODEC }}     of that table: what a codec leaves out
     {{ cpu ROUTE / WORKERS }}      milliseconds of CPU of a round
+    {{ cpu-of }}                   whose CPU time that is
     {{ cpu-ratio ROUTE }}          with most workers over with fewest
     {{ entries WORKERS }}          values that a worker reads
     {{ lab }}                      the plan of owners against shaped links
+    {{ off ROUTE }}                by how much the plan's bytes of that table are off
     {{ worlds }}                   time and bytes at 4 to 1,024 workers
     {{ world ROUTE / WORKERS / FIELD }}   a figure of that table
 """
@@ -26,10 +32,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
+from benchmarks.decayed import MATRIX, command_in
 from thinwire.network import show_bytes
+from thinwire.tools.records import read_records
+from thinwire.tools.report.comparison import comparisons
 
 SOURCE = Path(__file__).parent / "scaling.md"
 PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
+TASKS = ("gpt-pico", "gpt-nano", "gpt-small")
 Row = dict[str, Any]
 
 
@@ -67,19 +77,67 @@ def _bytes() -> str:
     )
 
 
+def growth(task: str, what: str) -> float:
+    """By which part of it what leaves a worker grows by owners from 16 to 64 workers: the "mean", or the "most" of one."""
+    sent = {row["workers"]: row[what] for row in _newest("bytes")["rows"] if row["task"] == task}
+    return sent[64] / sent[16] - 1
+
+
+def _growth() -> str:
+    rows = [[task, *(f"{growth(task, what):+.1%}" for what in ("mean", "most"))] for task in TASKS]
+    return table(["16 to 64 workers", "mean over workers", "most that one sends"], rows)
+
+
 def paired(base: str, other: str) -> dict[tuple[int, int, int], list[tuple[Row, Row]]]:
-    """Runs of two arms with the same seeds, by workers, batch and steps."""
+    """Runs of two arms with the same seeds, by workers, batch and steps; those of files like owners-16.jsonl come first."""
+    later = sorted(path.stem for path in record.RECORDS.glob("owners-*.jsonl") if path.stem.removeprefix("owners-").isdecimal())
+    pairs: dict[tuple[int, int, int], list[tuple[Row, Row]]] = {}
+    for name in ("owners_loss", *later):
+        pairs |= _paired_in(name, base, other)
+    return dict(sorted(pairs.items()))
+
+
+def _paired_in(name: str, base: str, other: str) -> dict[tuple[int, int, int], list[tuple[Row, Row]]]:
     found: dict[tuple[int, int, int], dict[int, dict[str, Row]]] = {}
-    for row in _rows("owners_loss"):
+    for row in _rows(name):
         config = row["config"]
-        if row["table"] != "owners-back" and row["arm"] in (base, other):
+        if row.get("table") != "owners-back" and row["arm"] in (base, other):
             key = config["workers"], config["batch"], config["steps"]
             found.setdefault(key, {}).setdefault(config["seed"], {})[row["arm"]] = row
     return {
         key: pairs
-        for key, seeds in sorted(found.items())
+        for key, seeds in found.items()
         if (pairs := [(arms[base], arms[other]) for _, arms in sorted(seeds.items()) if len(arms) == 2])
     }
+
+
+def _loss_commands(base: str, other: str) -> str:
+    """One for each row of the table."""
+    lines = []
+    for (workers, batch, steps), pairs in paired(base, other).items():
+        seeds = [run["config"]["seed"] for run, _ in pairs]
+        told = str(len(seeds)) if seeds == list(range(len(seeds))) else ",".join(map(str, seeds)) + "," * (len(seeds) == 1)
+        files = "@benchmarks/matrix/owners-gathered.txt @benchmarks/matrix/owners.txt"
+        flags = f"--workers {workers} --batch {batch} --steps {steps} --tune 2e-3,2.83e-3,4e-3 --seeds {told}"
+        lines.append(f"thinwire compare {files} {flags}")
+    return "\n".join(lines)
+
+
+def _arms(name: str) -> str:
+    """Loss of all arms against the first one's, paired by seed, and what their first worker sent."""
+    path = record.RECORDS / f"{name}.jsonl"
+    if not path.is_file():
+        return "*Not run yet.*"
+    [found] = comparisons(read_records(path))
+    rows = []
+    for arm in found.arms:
+        against, error, sent = found.against(arm), found.error(arm), arm.sample("sent")
+        off = "" if against is None else f"{against:+.1f}%" if error is None else f"{against:+.1f} ± {error:.1f}%"
+        fewer = "" if arm.fewer is None else f"{arm.fewer:.0f}x"
+        row = [arm.name, f"{arm.first.config.lr:g}", str(arm.first.tried), f"{arm.loss.mean:.3f}", off]
+        rows.append([*row, "" if sent is None else show_bytes(sent.mean), fewer, str(len(arm.records))])
+    head = ["method", "lr", "points tried", "loss", f"against {found.baseline.name}", "sent by the first worker"]
+    return table([*head, "fewer than DDP's ring", "seeds"], rows)
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:
@@ -134,6 +192,12 @@ def _of_cpu(route: str, workers: str) -> Row:
     return next(row for row in _newest("cpu")["rows"] if (row["route"], row["workers"]) == (route, int(workers)))
 
 
+def _cpu_of() -> str:
+    """Records from before the threads of gloo were counted have one time."""
+    all_threads = all("thread" in row for row in _newest("cpu")["rows"])
+    return "in all threads of the worker's process" if all_threads else "in the worker's own thread, without those of gloo"
+
+
 def _cpu_ratio(route: str) -> str:
     rows = sorted((row for row in _newest("cpu")["rows"] if row["route"] == route), key=lambda row: row["workers"])
     return f"{rows[-1]['cpu'] / rows[0]['cpu']:.2f}"
@@ -169,8 +233,17 @@ def _worlds() -> str:
         name = f"{route}, {workers // row['members']} sites" if row["members"] > 1 else route
         inside = show_bytes(row["inside"]) if row["inside"] else "-"
         sent, cpu, memory = show_bytes(row["sent"]), f"{row['cpu']:.2g} s", _gigabytes(row["memory"])
-        rows.append([f"{workers:,}", name, f"{row['seconds']:.3g} s", sent, inside, cpu, memory])
-    return table(["workers", "route", "seconds", "sent", "inside", "CPU", "memory"], rows, left=2)
+        seconds = [f"{row[what]:.3g} s" for what in ("seconds", "predicted seconds")]
+        rows.append([f"{workers:,}", name, *seconds, sent, show_bytes(row["predicted sent"]), inside, cpu, memory])
+    head = ["workers", "route", "seconds", "predicted", "sent", "predicted", "inside", "CPU", "memory"]
+    return table(head, rows, left=2)
+
+
+def _off(route: str) -> tuple[float, float]:
+    """By how much of it the plan's bytes are off, in percent: at least and at most."""
+    rows = [row for (_, name), row in _of_worlds().items() if name == route]
+    off = [100 * abs(row["predicted sent"] / row["sent"] - 1) for row in rows]
+    return min(off), max(off)
 
 
 def _world(route: str, workers: str, field: str) -> str:
@@ -185,11 +258,17 @@ def _world(route: str, workers: str, field: str) -> str:
 
 FILL: dict[str, Callable[..., str]] = {
     "bytes": _bytes,
+    "growth": _growth,
+    "off": lambda route: " to ".join(f"{off:.2g}%" for off in _off(route)),
     "loss": _loss,
+    "loss-commands": _loss_commands,
+    "arms": _arms,
+    "command": lambda name: command_in(MATRIX / f"{name}.txt"),
     "back": _back,
     "mean": _mean,
     "left": _of_mean,
     "cpu": lambda route, workers: f"{1e3 * _of_cpu(route, workers)['cpu']:.0f} ms",
+    "cpu-of": _cpu_of,
     "cpu-ratio": _cpu_ratio,
     "entries": lambda workers: f"{_of_cpu('owners', workers)['entries']:,}",
     "lab": _lab,

@@ -302,6 +302,55 @@ def test_what_owners_owe_is_dealt_to_the_owners_of_another_world(name: str, tmp_
     assert any("dealt to the owners of today" in note for note in after[0][3])
 
 
+@pytest.mark.parametrize(("before", "after", "said"), [("gather", "owners", "begins at zero"), ("owners", "gather", "dropped")])
+@pytest.mark.parametrize("workers", [3, 4])
+def test_a_run_goes_on_by_another_route(
+    before: str, after: str, said: str, workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(link: Link) -> None:
+        model = net()
+        opt = METHODS["demo"](model.parameters(), link, route=before)
+        train(model, opt, link.rank, [1, 2])
+        checkpoint.save(tmp_path, model, opt, link)
+
+    def go_on(link: Link) -> tuple[list[str], bool, list[Tensor]]:
+        model = net()
+        opt = METHODS["demo"](model.parameters(), link, route=after, alarm_every=1)
+        notes = checkpoint.load(checkpoint.finished(tmp_path)[-1], model, opt, link).notes
+        owed = opt.slot("owed") if after == "owners" else []
+        zero = not any(bool(t.any()) for t in owed)
+        train(model, opt, link.rank, [3, 4])
+        return notes, zero, snapshot(model)
+
+    World(3).run(start)
+    results = World(workers).run(go_on)
+    for notes, zero, params in results:
+        assert zero and sum(said in note and "owed" in note for note in notes) == 1
+        assert sum("owed" in note for note in notes) == 1, "said once"
+        assert_same(params, results[0][2])
+    assert any(said in record.getMessage() for record in caplog.records)
+
+
+def test_a_plain_state_dict_of_another_route_is_loaded_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def worker(link: Link) -> list[Tensor]:
+        model = net()
+        opt = METHODS["demo"](model.parameters(), link, route="gather")
+        train(model, opt, link.rank, [1, 2])
+        other = METHODS["demo"](model.parameters(), link, route="owners")
+        other.load_state_dict(opt.state_dict())
+        train(model, other, link.rank, [3])
+        assert any(bool(t.any()) for t in other.slot("owed"))
+        opt.load_state_dict(other.state_dict())
+        train(model, opt, link.rank, [4])
+        return snapshot(model)
+
+    results = World(3).run(worker)
+    for params in results:
+        assert_same(params, results[0])
+    told = {record.getMessage().split(",")[0] for record in caplog.records}
+    assert {"begins at zero", "dropped"} <= told
+
+
 # --- Rounds that fail --------------------------------------------------------------------------------------------------------
 
 
@@ -469,6 +518,10 @@ def settings_of(link: Link, **settings: Any) -> thinwire.DeMo:
     return thinwire.DeMo(net().parameters(), link, **settings)
 
 
+def diloco(link: Link, **settings: Any) -> thinwire.DiLoCo:
+    return thinwire.DiLoCo(adamw(net().parameters()), link, H=1, codec=Fp4(), **settings)
+
+
 def test_what_owners_must_not_do_is_a_config_error_with_its_reason() -> None:
     def refused(match: str, make: Callable[[Link], Any], **world: Any) -> None:
         def worker(link: Link) -> None:
@@ -484,6 +537,13 @@ def test_what_owners_must_not_do_is_a_config_error_with_its_reason() -> None:
     refused("the transform of what they get", lambda link: settings_of(link, route=Owners(TopK(8) >> Sign())))
     refused("must be one of 'gather', 'owners', 'auto', got 'ring'", lambda link: settings_of(link, route="ring"))
     refused("from 0 to 1, got 2", lambda link: settings_of(link, route=Owners(feedback=2)))
+    refused("an owner that dies", lambda link: thinwire.DiLoCo(adamw(net().parameters()), link, route="owners"), churn=Churn())
+    refused("rda' sends norms", lambda link: diloco(link, merge="rda", route="owners"))
+    streaming = lambda link: thinwire.StreamingDiLoCo(adamw(net().parameters()), link, codec=Fp4(), merge="rda", route="owners")  # noqa: E731
+    refused("rda' sends norms", streaming)
+    refused(
+        "other shapes than the parameters", lambda link: thinwire.LoRDO(net().parameters(), link, codec=Fp4(), route="owners")
+    )
     refused("must be a chain", lambda link: settings_of(link, route=Owners(thinwire.Dense())))
 
 
@@ -494,6 +554,50 @@ def test_auto_takes_what_sends_fewer_bytes() -> None:
     assert not chosen(2, DCT(16) >> TopK(8) >> Sign())
     assert chosen(16, DCT(16) >> TopK(8) >> Sign())
     assert not chosen(16, Float("fp32")), "averaged on the wire"
+
+
+def test_auto_gathers_what_owners_cannot_average() -> None:
+    """Norms beside the differences, with so many workers that owners would send fewer bytes."""
+
+    def worker(link: Link) -> tuple[bool, bool, list[Tensor]]:
+        model = net()
+        opt = thinwire.DiLoCo(adamw(model.parameters()), link, H=1, codec=Fp4(), merge="rda", route="auto")
+        train(model, opt, link.rank, [1])
+        return opt.owners is None, diloco(link, route="auto").owners is None, snapshot(model)
+
+    results = World(6).run(worker)
+    for gathered, plain, params in results:
+        assert (gathered, plain) == (True, False)
+        assert_same(params, results[0][2])
+
+
+def test_states_of_several_codecs_are_averaged_by_owners_where_the_parameters_are_dense() -> None:
+    def worker(link: Link) -> tuple[list[Tensor], int]:
+        model = net()
+        opt = thinwire.MTDAO(adamw(model.parameters()), link, H=2, codec={"exp_avg": Fp4()}, route="owners", alarm_every=1)
+        train(model, opt, link.rank, range(1, 5))
+        assert [slot for slot in opt._slots if slot.startswith("owed")] == ["owed_exp_avg"]
+        return snapshot(model), opt.meter.purposes["back"].sent
+
+    results = World(3).run(worker)
+    for params, sent in results:
+        assert_same(params, results[0][0])
+        assert sent > 0
+
+
+def _route_of_a_shard(_: Link) -> tuple[bool, bool]:
+    """What a shard takes, and what it would take if it went by its own part."""
+    mesh = make_mesh(workers=2, shards=2)
+    model = shard_model(nn.Sequential(nn.Linear(4096, 3, bias=False)), mesh)  # two rows, and one row, which is sent whole
+    opt = thinwire.DeMo(model.parameters(), NullLink(2), route="auto", codec=DCT(16) >> TopK(1) >> Sign())
+    opt.shards.totals = list  # type: ignore[method-assign, assignment]
+    return opt.owners is not None, opt._are_better(Owners())
+
+
+def test_shards_of_a_worker_take_the_same_route_though_their_parts_differ(pool: Pool) -> None:
+    told = pool.run(_route_of_a_shard, 4)
+    assert [taken for taken, _ in told] == [False] * 4
+    assert [alone for _, alone in told] == [False, True] * 2
 
 
 def test_all_workers_must_have_the_same_route() -> None:

@@ -16,8 +16,8 @@ from tests.links.test_torch import _keep_the_contract
 from tests.processes import LIMIT, Pool
 from thinwire import DCT, ElasticLink, Flaky, SoloLink, TopK, TorchLink, TwoLevel, World
 from thinwire.core.optimizer import Algorithm
-from thinwire.errors import ConfigError, Diverged, FingerprintMismatch
-from thinwire.links import Done, Link, MemoryStore, Ticket, Unsigned
+from thinwire.errors import ConfigError, Diverged, FingerprintMismatch, LinkError, ThinwireError, WireError
+from thinwire.links import Done, Link, LinkDecorator, MemoryStore, Ticket, Unsigned
 from thinwire.payload import Payload
 from thinwire.sharding.mesh import make_mesh
 
@@ -155,6 +155,31 @@ def test_a_round_that_the_thin_link_aborts_is_aborted_on_all_members(at: str) ->
     for state, aborted in others:
         assert aborted == first[1] == 1
         assert_same(state, first[0])
+
+
+class Broken(LinkDecorator):
+    """A thin link that fails."""
+
+    def __init__(self, link: Link, error: Exception):
+        super().__init__(link)
+        self.error = error
+
+    def commit(self) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(("error", "named"), [(LinkError("gone", lost=[1, 2]), (1, 2)), (WireError("odd", rank=2), 2)])
+def test_what_the_thin_link_raises_names_the_same_sites_on_all_members(error: ThinwireError, named: object) -> None:
+    def worker(link: Link) -> tuple[object, str]:
+        assert isinstance(link, TwoLevel)
+        again = TwoLevel(link.inside, Broken(link.between, error))
+        with pytest.raises(type(error)) as found:
+            again.commit()
+        told = found.value
+        return (told.lost if isinstance(told, LinkError) else getattr(told, "rank", None)), str(told)
+
+    for told, said in World(6, sites=3).run(worker):
+        assert told == named and str(error) in said
 
 
 def test_members_that_were_started_differently_are_refused() -> None:

@@ -99,3 +99,15 @@ def test_methods_fit_the_inner_optimizer() -> None:
     slow = {m.name for m in _methods(QHAdam(params, 1e-3, betas=0.99, omegas=0.9))}
     assert "local-adam" in plain and not any(name.startswith("mt-dao") for name in plain)
     assert {"mt-dao", "demo", "diloco"} <= slow and "local-adam" not in slow
+
+
+def test_with_many_workers_owners_average_what_would_be_gathered_as_the_plan_says() -> None:
+    def worker(link: Link) -> tuple[bool, str]:
+        model = nn.Linear(256, 256)
+        told = {"bandwidth": "1mbit", "latency": "1ms", "step_time": 0.1}
+        opt = thinwire.auto(model, torch.optim.AdamW(model.parameters()), link, **told)
+        assert isinstance(opt, Algorithm)
+        return opt.owners is not None, opt.chosen
+
+    for owned, said in World(16).run(worker):
+        assert owned and "Owners average its messages" in said

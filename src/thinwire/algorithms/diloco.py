@@ -91,6 +91,7 @@ class DiLoCo(Feedback):
         if not self.mean.plain and codec is not None and any(one.linear for one in CodecSchedule.of(codec).codecs):
             raise ConfigError(f"robust={robust!r} needs messages that are gathered, such as Dense(gather=True), got {codec!r}")
         self.feedback = feedback_of(feedback, codec, merge)
+        self.unowned = self.merge.unowned(codec)
         settings = {"H": H, "outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": nesterov}
         settings |= {"merge": merge, "robust": robust, "tau": tau, "pace": pace}
         settings |= {"feedback": self.feedback} if self.feedback else {}

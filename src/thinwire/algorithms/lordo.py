@@ -111,6 +111,8 @@ class LoRDO(Projecting):
         periods |= {"E": as_schedule(H)} if average_feedback else {}
         periods |= {"Q": as_schedule(H)} if source != "difference" else {}  # the last: what it turns was averaged by then
         codecs, beats = state_codecs(list(periods), codec), Periods(tuple(periods.values()))
+        averaged = codecs["param"].linear and len(set(codecs.values())) == 1  # on the wire
+        self.unowned = "" if averaged else "its moments have other shapes than the parameters, of which owners have blocks"
         group = {"lr": lr, "rank": rank, "omega": omega, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         group |= {"lives": lives}
         settings = {**group, "H": H, "K_u": K_u, "K_v": K_v, "clip_norm": clip_norm, "qh": qh, "feedback": feedback}
@@ -125,6 +127,7 @@ class LoRDO(Projecting):
         )
         self.engine.deferred = None  # a new projector is looked at, so that gates may be too
         self.states = tuple(self._state(name, periods, codecs) for name in periods)
+        self.choose_route(self.policy.route)
 
     def _state(self, name: str, periods: Mapping[str, Schedule], codecs: Mapping[str, Codec]) -> State:
         period, codec = periods[name], codecs[name]

@@ -105,7 +105,7 @@ class MTDAO(StateAveraging, Wrapper):
         self.make_inner_state()
         self.replicated |= {name for name in slots if name.startswith("agreed_")}
         self.states = tuple(self._state(name, period, codecs[name]) for name, period in periods.items())
-        self.make_owed()
+        self.choose_route(self.policy.route)
 
     def _adopt(self, group: dict[str, Any]) -> None:
         super()._adopt(group)

@@ -96,6 +96,7 @@ class StreamingDiLoCo(Fragments, Feedback):
         if not 0 <= alpha < 1:
             raise ConfigError(f"alpha must be in [0, 1), since workers with alpha=1 would never meet, got {alpha!r}")
         self.outer, self.merge = Nesterov(outer_lr, outer_momentum, nesterov), Merge(merge)
+        self.unowned = self.merge.unowned(codec)
         settings = {"H": H, "tau": tau, "alpha": alpha, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
         settings |= {"nesterov": nesterov, "merge": merge}
         self.feedback = feedback_of(feedback, codec, merge)

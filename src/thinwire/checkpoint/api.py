@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import shutil
 from collections import Counter
@@ -40,7 +41,13 @@ from thinwire.checkpoint.files import (
 from thinwire.checkpoint.layout import coded_names, coded_slot, flat_state, parameter_names, region_for, whole_region
 from thinwire.checkpoint.names import buffers_of, parameters_of, unwrapped
 from thinwire.checkpoint.processes import Processes
-from thinwire.checkpoint.resize import fill_for_another_world, fill_for_other_shards, owed_of_all, taken_from_first
+from thinwire.checkpoint.resize import (
+    fill_for_another_route,
+    fill_for_another_world,
+    fill_for_other_shards,
+    owed_of_all,
+    taken_from_first,
+)
 from thinwire.core.buffers import check_statistics
 from thinwire.core.optimizer import Algorithm
 from thinwire.core.phases import Phases, at_work
@@ -49,6 +56,8 @@ from thinwire.errors import CheckpointError
 from thinwire.links.base import Link
 from thinwire.payload import all_finite
 from thinwire.sharding.shards import local, region_of, reshard, with_local
+
+log = logging.getLogger("thinwire")
 
 _FINITE = "finite"
 
@@ -64,7 +73,7 @@ class Resumed:
     Attributes:
         step: the step after which it was written.
         extra: the numbers that were saved with it for this worker, for instance the meter's totals.
-        notes: what could not be taken over and was re-initialised, one sentence each; empty for the same world.
+        notes: what could not be taken over and was re-initialised, one sentence each; empty for the same world and route.
     """
 
     step: int
@@ -199,7 +208,9 @@ def load(path: Path, model: nn.Module, optimizer: Algorithm | Phases, link: Link
         torch.set_rng_state(got.parts[f"rng/{processes.place}"])
     _RUNS[unwrapped(model)] = got.description.run
     extra = {k.removeprefix("extra/"): float(v) for k, v in got.parts.items() if k.startswith("extra/")}
-    return Resumed(step=got.description.step, extra=extra, notes=got.notes)
+    if got.route:
+        log.warning("%s", got.route)
+    return Resumed(step=got.description.step, extra=extra, notes=[*got.notes, got.route] if got.route else got.notes)
 
 
 # --- Writing ---------------------------------------------------------------------------------------------------------------
@@ -262,6 +273,7 @@ class _Read:
     parts: dict[str, Tensor]
     state: dict[str, Any]
     notes: list[str]
+    route: str  # a note too, but nothing else has changed: what was in flight goes on
 
 
 def _read(path: Path, model: nn.Module, whole: Algorithm | Phases, processes: Processes) -> _Read:
@@ -305,6 +317,7 @@ def _read(path: Path, model: nn.Module, whole: Algorithm | Phases, processes: Pr
         region, like = regions[key]
         values = reader.read(key, description.tensors[key], region, prefer)
         parts[name] = values if like is None else with_local(like.detach(), values)
+    route = fill_for_another_route(parts, description.slots, names, optimizer)
     if same_world:
         notes = fill_for_other_shards(parts, elsewhere, names, optimizer)
     else:
@@ -313,7 +326,7 @@ def _read(path: Path, model: nn.Module, whole: Algorithm | Phases, processes: Pr
         notes = fill_for_another_world(parts, parameters, names, optimizer, description.workers, owed)
     state = _state_dict(parts, description, optimizer, names)
     _check_all_there(parts, state, model, optimizer)
-    return _Read(description, same_world, parts, state, notes)
+    return _Read(description, same_world, parts, state, notes, route)
 
 
 def _left_out(description: Description, optimizer: Algorithm, coded: Mapping[str, str]) -> dict[str, tuple[int, str, str]]:

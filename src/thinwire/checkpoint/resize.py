@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from thinwire.core.merged_state import PREFIX, READY
 from thinwire.core.optimizer import Algorithm
+from thinwire.core.owning import OWED
 from thinwire.errors import CheckpointError
 
 
@@ -41,6 +42,30 @@ def fill_for_other_shards(
                 parts[f"state/{name}/{key}"] = torch.zeros_like(value)
                 lost.add(key)
     return [f"re-initialised, since workers were sharded in another way: {', '.join(sorted(lost))}"] if lost else []
+
+
+def fill_for_another_route(
+    parts: dict[str, Tensor], slots: Sequence[str], names: Mapping[int, str], optimizer: Algorithm
+) -> str:
+    """Drop what owners owed where none average messages now, and begin at zero where none did before; says so.
+
+    Args:
+        parts: by name; changed in place.
+        slots: that the optimizer had which wrote the checkpoint.
+        names: of the parameters by their number in the state dict.
+        optimizer: that will load it.
+    """
+    note = optimizer.owed_elsewhere(slots)
+    fresh = optimizer.state_dict()["state"] if note else {}
+    for index, name in names.items() if note else ():
+        for key, value in fresh.get(index, {}).items():
+            if key in optimizer.owed_slots:
+                parts.setdefault(f"state/{name}/{key}", torch.zeros_like(value))
+    for key in [key for key in parts if note and key.startswith("state/")]:
+        slot = key.rpartition("/")[2].partition("@")[0]
+        if slot.startswith(OWED) and slot in slots and slot not in optimizer.owed_slots:
+            del parts[key]
+    return note
 
 
 def fill_for_another_world(

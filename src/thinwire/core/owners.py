@@ -300,7 +300,7 @@ class Owned(Exchange):
 
     @property
     def entries(self) -> int:
-        """How many values this worker reads in such a round: of its share from all workers, and of all owners."""
+        """How many values this worker reads in such a round, by its plans: of its share from all workers, and of all owners."""
         me, workers = self.peers.rank, self.peers.size
         plans = [plan for part in self.dealt for plan in (part.deal.shares[me].up,) * workers]
         plans += [share.back for part in self.dealt for share in part.deal.shares]

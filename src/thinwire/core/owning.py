@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -21,6 +22,8 @@ from thinwire.errors import ConfigError
 from thinwire.links.base import Link, Peers
 from thinwire.sharding.shards import local
 
+log = logging.getLogger("thinwire")
+
 OWED = "owed"  # the slot of what an owner has left out of the parameters' messages; of other states "owed_" and their name
 
 
@@ -29,9 +32,11 @@ class OwningOptimizer(JoiningOptimizer):
 
     Attributes:
         owners: the settings of owners; None where messages are gathered, or averaged on the wire.
+        unowned: why owners cannot average what this method sends, set before the constructor of the base; empty where they can.
     """
 
     owners: Owners | None = None
+    unowned: str = ""
     mean: Mean = PLAIN
     in_pairs: ClassVar[bool] = False
     link: Link
@@ -45,21 +50,29 @@ class OwningOptimizer(JoiningOptimizer):
             ...
 
     def choose_route(self, route: Route) -> None:
-        """Decide what becomes of messages that are gathered otherwise.
+        """Decide what becomes of messages that are gathered otherwise; called again when it is known what they hold.
 
         Raises:
-            ConfigError: where owners cannot or must not average them.
+            ConfigError: where owners cannot or must not average them; on links without owners also where the wire averages.
         """
-        if route == "gather" or all(codec.linear for codec in self.codecs.codecs):
+        if route == "gather":
             return
         owners = route if isinstance(route, Owners) else Owners()
+        if route != "auto":
+            self._check_link()
+        if not self.unowned and all(codec.linear for codec in self.sent_whole()[0]):
+            return
         if route == "auto" and not self._are_better(owners):
             return
         self._check_owners(owners)
         self.owners = owners
         self.make_owed()
 
-    def _check_owners(self, owners: Owners) -> None:
+    def sent_whole(self) -> tuple[Sequence[Codec], Sequence[int]]:
+        """The codecs of messages of everything, as they follow each other, and the parameters in one: one tensor of each."""
+        return self.codecs.codecs, range(len(self._active))
+
+    def _check_link(self) -> None:
         what = f"{type(self).__name__} with route='owners'"
         if self.link.elastic is not None:
             raise ConfigError(
@@ -67,18 +80,25 @@ class OwningOptimizer(JoiningOptimizer):
             )
         if self.in_pairs:
             raise ConfigError(f"{what}: its workers meet in pairs, of which there is no mean to own: use 'gather'")
-        for codec in self.codecs.codecs:
+
+    def _check_owners(self, owners: Owners) -> None:
+        self._check_link()
+        if self.unowned:
+            raise ConfigError(f"{type(self).__name__} with route='owners': {self.unowned}: use 'gather'")
+        for codec in self.sent_whole()[0]:
             check_owned(self.mean, codec, owners)
 
     def _are_better(self, owners: Owners) -> bool:
-        """Whether messages may be averaged by owners, and fewer bytes leave a worker so."""
+        """Whether messages may be averaged by owners, and fewer bytes leave a worker so, all of its shards together."""
         try:
             self._check_owners(owners)
         except ConfigError:
             return False
-        params, workers, codec = self.params(), self.peers.size, self.codecs.codecs[-1]
-        gathered = (HEADER_NBYTES + codec.nbytes(params)) * (workers - 1)
-        return sum(owned_nbytes(owners, codec, params, range(len(params)), workers).most_sent()) < gathered
+        params, workers, ((*_, codec), which) = self.params(), self.peers.size, self.sent_whole()
+        gathered = (HEADER_NBYTES + codec.nbytes([params[i] for i in which])) * (workers - 1)
+        owned = sum(owned_nbytes(owners, codec, params, which, workers).most_sent())
+        owned, gathered = self.shards.totals([owned, gathered])  # shards differ, and must decide alike
+        return owned < gathered
 
     def owed_codecs(self) -> dict[str, Codec]:
         """What is averaged by owners of each parameter: the slot of what they leave out, and the codec."""
@@ -107,7 +127,7 @@ class OwningOptimizer(JoiningOptimizer):
         for slot, codec in self.owed_codecs().items():
             if not keeps_rest(self.owners, codec):
                 continue
-            first, *others = (one for one in self.codecs.codecs if not one.linear)
+            first, *others = [one for one in self.codecs.codecs if not one.linear] or [codec]
             for other in others:  # what is owed goes on from one codec to the next
                 CodecSchedule(first, 1, other).check_slots(self.params())
             self._slots[slot] = "owed"
@@ -136,6 +156,30 @@ class OwningOptimizer(JoiningOptimizer):
         assert self.owners is not None
         ((chain, _),) = chains_of(codec, self._active)
         return deal_of(chain, self.owners.back_of(chain), self.params(), range(len(self._active)), workers)
+
+    def owed_elsewhere(self, slots: Iterable[str]) -> str:
+        """What a state with these slots lacks or has too much for how messages travel here; empty where it fits."""
+        theirs = {name for name in slots if name == OWED or name.startswith(f"{OWED}_")}
+        if lost := sorted(theirs - self.owed_slots):
+            return f"dropped, since no owners average messages here: {', '.join(lost)}, what they had left out of means"
+        if fresh := sorted(self.owed_slots - theirs):
+            return f"begins at zero, since no owners had averaged messages before: {', '.join(fresh)}"
+        return ""
+
+    def _checked(self, state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+        """The state, with zeros for what is owed where it is of a run whose messages were gathered."""
+        state = state_dict["state"]
+        if note := self.owed_elsewhere({name for entries in state.values() for name in entries}):
+            log.warning("%s", note)
+        names = [key for group in state_dict["param_groups"] for key in group["params"]]
+        begun = {name for entries in state.values() for name in self.owed_slots & entries.keys()}
+        filled = {
+            names[index]: {name: torch.zeros_like(self.own_state[p][name]) for name in self.owed_slots - begun}
+            | dict(state.get(names[index], {}))
+            for index, p in self._indexed()
+            if index < len(names)
+        }
+        return super()._checked({**state_dict, "state": {**state, **filled}})
 
     def _adopt(self, group: dict[str, Any]) -> None:
         super()._adopt(group)

@@ -30,6 +30,7 @@ from thinwire.codecs.base import check_codec
 from thinwire.core.optimizer import Algorithm
 from thinwire.core.outgoing import Arrived, Outgoing
 from thinwire.core.owning import OWED
+from thinwire.core.route import Route
 from thinwire.errors import ConfigError, NonFiniteRound, RoundAborted
 from thinwire.payload import zero_invalid_
 from thinwire.schedules import Schedule, as_schedule
@@ -159,6 +160,16 @@ class StateAveraging(Algorithm):
         if "anchor" in self._slots:
             return super().evaluated
         return "worker 0's own, which is everybody's right after an average of the parameters"
+
+    def choose_route(self, route: Route) -> None:
+        """See `OwningOptimizer`; not before there are states."""
+        if self.states:
+            super().choose_route(route)
+
+    def sent_whole(self) -> tuple[Sequence[Codec], Sequence[int]]:
+        """All states, one after the other."""
+        states = [state for state in self.states if state.tensors()]
+        return [_codec_of(states, weighted=False)], [*range(len(self._active))] * len(states)
 
     def owed_codecs(self) -> dict[str, Codec]:
         """Of each state; parameters have a slot of the usual name."""

@@ -130,8 +130,9 @@ class TwoLevel(Link):
         room = max(2, self.size)
         text = b"" if error is None else str(error).encode()[:_LONGEST_TEXT]
         kind = 0 if error is None else 1 + next(i for i, known in enumerate(_ERRORS) if isinstance(error, known))
-        lengths = [p.nbytes for p in result] if error is None else [len(text)]
-        senders = [-1 if p.sender is None else p.sender for p in result] if error is None else [-1]
+        about = _whose(error)  # of an error; its text stands in the first message of as many
+        lengths = [p.nbytes for p in result] if error is None else [len(text)] + [0] * (len(about) - 1)
+        senders = [-1 if p.sender is None else p.sender for p in result] if error is None else about
         head = torch.zeros(2 + 2 * room, dtype=torch.int64)
         head[: 2 + 2 * len(lengths)] = torch.tensor([kind, len(lengths), *lengths, *senders])
         told = self._broadcast(head.view(torch.uint8)).data.cpu().view(torch.int64).tolist()
@@ -144,9 +145,8 @@ class TwoLevel(Link):
         if error is not None:
             raise error
         if kind:
-            raise _ERRORS[kind - 1](
-                f"the member that sends for this site: {body.data.cpu().numpy().tobytes().decode(errors='replace')}"
-            )
+            text = body.data.cpu().numpy().tobytes()
+            raise _error(_ERRORS[kind - 1], f"the member that sends for this site: {text.decode(errors='replace')}", senders)
         return result if self.sends or like is None else _messages(body, lengths, senders, like)
 
     def _body(self, result: Sequence[Payload], text: bytes, nbytes: int, like: Payload | None) -> Payload:
@@ -181,6 +181,24 @@ class TwoLevel(Link):
     def straight_traffic(self, dealt: Sequence[int], due: Sequence[int]) -> Traffic:
         """As the thin link counts it; nothing on the members that do not send."""
         return self.between.straight_traffic(dealt, due) if self.sends else Traffic(0, 0)
+
+
+def _whose(error: ThinwireError | None) -> list[int]:
+    """Whom an error is about: the sites that are lost, or the one whose message it is; -1 where nobody is named."""
+    if isinstance(error, LinkError):
+        return list(error.lost) or [-1]
+    return [error.rank] if isinstance(error, WireError) and error.rank is not None else [-1]
+
+
+def _error(kind: type[ThinwireError], text: str, whose: Sequence[int]) -> ThinwireError:
+    """An error as the member that sends has it: its text names whom it is about, and so do its attributes."""
+    named = [site for site in whose if site >= 0]
+    if kind is LinkError:
+        return LinkError(text, lost=named)
+    error = kind(text)
+    if isinstance(error, WireError) and named:
+        error.rank = named[0]
+    return error
 
 
 def _joined(messages: Sequence[Payload]) -> torch.Tensor:

@@ -20,7 +20,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, Dense, Parts
+from thinwire.codecs import Codec, CodecSchedule, Dense, Parts
 from thinwire.errors import ConfigError, check_choice
 from thinwire.sharding.shards import Shards
 
@@ -83,6 +83,12 @@ class Merge:
         """What sends the differences of so many tensors: `codec`, with the norms in float32 beside it where it is narrower."""
         wide = isinstance(codec, Dense) and codec.holds(torch.float32)
         return codec if self.rule == "mean" or wide else Parts(((tensors, codec), (1, Dense())))
+
+    def unowned(self, codec: Codec | CodecSchedule | None) -> str:
+        """Why owners cannot average what is sent by a codec, float32 by default; empty where they can, or the wire does."""
+        if codec is None or all(self.codec(one, 1) is one for one in CodecSchedule.of(codec).codecs):
+            return ""
+        return f"merge={self.rule!r} sends norms beside the differences, which have no blocks to own"
 
     def message(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Tensors shaped like those that are sent of differences of these shapes."""

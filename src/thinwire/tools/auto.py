@@ -83,7 +83,7 @@ def auto(
     if link.size < 2:
         return _told(DataParallel(inner, link, clip_norm=clip_norm, buffers=running_statistics(module)), _ALONE)
     cluster = _cluster(inner, link, step_time, bandwidth, latency)
-    advice = advise(_shapes(inner), cluster, utilisation=utilisation, wishes=Wishes(methods=_methods(inner)))
+    advice = advise(_shapes(inner), cluster, utilisation=utilisation, wishes=Wishes(methods=_methods(inner), route="auto"))
     offer = advice.best or advice.closest
     if offer is None:
         raise ConfigError(f"no method fits this link ({advice.sentence}): choose one by hand")
@@ -97,7 +97,8 @@ def auto(
 
     warm = warm_start and offer.method is not _SYNCHRONOUS
     opt = WarmStart(inner, link, steps=warm_start, start=start, then=make) if warm else make(inner, link)
-    return _told(opt, advice.sentence + _about_inner(config, inner))
+    route = " Owners average its messages (route='owners')." if offer.by_owners else ""
+    return _told(opt, advice.sentence + route + _about_inner(config, inner))
 
 
 _ALONE = "There is one worker, which exchanges nothing: data-parallel."

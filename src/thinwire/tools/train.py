@@ -296,6 +296,8 @@ class Trainer:
         if resumed.extra:
             self.seconds = resumed.extra.pop("seconds")
             again = bool(resumed.extra.pop("handshake"))
+            if (site := self.link.two_level) is not None and not site.sends:  # the totals are of the member that sends
+                resumed.extra |= {"sent": 0.0, "received": 0.0}
             self.link.meter.load_state_dict(resumed.extra, handshake_repeats=again)
         return [*notes, f"resumed from step {resumed.step}", *resumed.notes]
 

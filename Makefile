@@ -10,6 +10,8 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 PYTEST_FULL := $(BIN)/python -m pytest --numprocesses 4 --dist worksteal # slow tests wait a lot
 
+DECAYED := pico coarse mt-dao cnn nano # files of methods in benchmarks/matrix, shortest first
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick-tests test-full full-tests test-all chaos lint types docs bench evidence evidence-all clean
 
@@ -63,7 +65,15 @@ evidence: $(VENV)/.dev ## Run one row of every table of the results anew and say
 	$(BIN)/python -m benchmarks.reproduce
 
 evidence-all: $(VENV)/.dev ## All runs behind the results; goes on where it stopped (hours).
+	for name in $(DECAYED); do \
+	  $(BIN)/thinwire compare @benchmarks/matrix/$$name.txt --records benchmarks/records/$$name.jsonl --out runs/$$name --jobs 2 || exit; \
+	done
+	for batch in 4 16 64; do \
+	  $(BIN)/thinwire compare @benchmarks/matrix/sweep.txt --batch $$batch --records benchmarks/records/sweep-$$batch.jsonl \
+	    --out runs/sweep-$$batch --jobs 2 || exit; \
+	done
 	$(BIN)/python -m benchmarks.evidence
+	$(BIN)/python -m benchmarks.decayed
 	$(BIN)/python -m benchmarks.frontier
 	$(BIN)/python -m benchmarks.results
 

@@ -42,7 +42,13 @@ ROWS = {
     "headline": "decoupled DiLoCo H=8 k=128",
     "larger": "MT-DAO",
 }
-DECAYED = {"pico": "DeMo k=256 until 32, then 32"}  # of the tables of decayed runs, by the name of their records
+DECAYED = {  # of the tables of decayed runs, by the name of their records
+    "pico": "DeMo k=256 until 32, then 32",
+    "coarse": "DiLoCo ternary H=8",
+    "mt-dao": "MT-DAO, parameters every 2 in three values",
+    "cnn": "DeMo 6% until 25, then 1%",
+    "nano": "AdamW-DDP",
+}
 LAB = ("DeMo k=32", "100mbit")  # of the table of times on shaped links
 
 
@@ -115,9 +121,9 @@ def main(parts: tuple[str, ...] = tuple(PARTS), jobs: int = 2, lab: bool = True)
     print(f"{len(runs)} runs, the longest first; when they were recorded they took {recorded_minutes:.0f} minutes", flush=True)
     # No max_tasks_per_child here nor in benchmarks/evidence.py: a pool then hangs with tasks left (CPython issue 115634).
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with_decay = {name: pool.submit(repeat_decayed, name) for name in reversed(DECAYED)}
         longest_first = sorted(runs, key=lambda part: -rows[runs[part].key]["seconds"])  # no core idles at the end
         futures = {pool.submit(measure, runs[part]): part for part in longest_first}
-        with_decay = {name: pool.submit(repeat_decayed, name) for name in DECAYED}
         for done, future in enumerate(as_completed(futures), 1):
             part, now = futures[future], future.result()
             then = rows[runs[part].key]

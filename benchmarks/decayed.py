@@ -240,7 +240,8 @@ def main() -> None:
         )
     )
     print(draw("pico", show=_rounds, label=f"rounds ({title}, simulated)", file="decayed-rounds.svg"))
-    print(draw_sweep())
+    if all((RECORDS / f"{name}.jsonl").is_file() for name in _SWEPT):
+        print(draw_sweep())
 
 
 if __name__ == "__main__":

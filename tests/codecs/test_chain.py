@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.tiers import diagonals, examples, first_quick
+from thinwire import kernels
 from thinwire.codecs import (
     DCT,
     All,
@@ -767,6 +768,7 @@ def test_of_indices_that_are_read_together_the_bad_worker_is_named(bad: int) -> 
 @pytest.mark.parametrize(("workers", "parts"), [(2, 1), (40, 1), (5, 3)])
 def test_every_message_is_read_once(values: Any, mean: Mean, workers: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever their number, and though norms of the mean are asked for before it is applied."""
+    monkeypatch.setenv(kernels.SETTING, "off")  # which read past what is counted here
     chain = (DCT(8) >> TopK(8) >> values).split(parts)
     like = contribution([(100, 90), (64, 64), (700,), (7,)])
     messages = Messages([chain.encode(contribution([t.shape for t in like], seed)) for seed in range(workers)], like, mean=mean)

@@ -177,6 +177,7 @@ def test_the_transform_differs_in_last_bits_only(monkeypatch: pytest.MonkeyPatch
     ("L", "k", "low"), [(4096, 32, 7), (4096, 128, 5), (4096, 7, 9), (100, 9, 3), (65536, 3, 14), (64, 5, 0)]
 )
 def test_sets_are_read_and_written_as_by_the_plain_path(L: int, k: int, low: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kernels.SETTING, "off")
     code, random, n = EliasFano(L, k, low), np.random.default_rng(1), 21
     sets = np.stack([np.sort(random.permutation(L)[:k]) for _ in range(n)])
     written = code.encode(sets)
@@ -279,6 +280,7 @@ def _train(link: Link) -> list[torch.Tensor]:
 def test_training_by_the_kernels_keeps_replicas_equal_and_stays_close_to_the_plain_path(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv(kernels.SETTING, "off")
     plain = World(3).run(_train)
     monkeypatch.setenv(kernels.SETTING, "auto")
     fast = World(3).run(_train)

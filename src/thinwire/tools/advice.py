@@ -69,7 +69,7 @@ def _run(algorithm: str, wire: str | None = None, **settings: Any) -> RunConfig:
     return RunConfig(algorithm=algorithm, wire=wire, settings=settings)
 
 
-_MEASURED = {"outer_momentum": 0.5, "outer_lr": 0.9}  # of DiLoCo, in the runs that its losses are from
+_MEASURED: dict[str, Any] = {"outer_momentum": 0.5, "outer_lr": 0.9}  # of DiLoCo, in the runs that its losses are from
 _COARSE = {"over": "workers", "beta": 0.9, **_MEASURED}
 _LISTED = (
     Method("ddp", _run("ddp")),

@@ -61,7 +61,6 @@ def test_everything_in_the_interpreter() -> None:
 
 
 @needs_triton
-@pytest.mark.slow
 def test_all_kernels_compile_for_real_cards_and_fit() -> None:
     rows = json.loads(run("benchmarks.triton_kernels", "--json", "--no-record", TRITON_INTERPRET="0"))
     assert {row["sm"] for row in rows} == {80, 90} and {row["k"] for row in rows} >= {32, 128}

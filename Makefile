@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 PYTEST_FULL := $(BIN)/python -m pytest --numprocesses 4 --dist worksteal # slow tests wait a lot
 
-DECAYED := pico coarse mt-dao cnn nano # files of methods in benchmarks/matrix, shortest first
+DECAYED := pico coarse coarse-chosen coarse-tried mt-dao cnn nano # files of methods in benchmarks/matrix, shortest first
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick-tests test-full full-tests test-all chaos lint types docs bench evidence evidence-all clean

@@ -140,6 +140,13 @@ def interval(name: str, arm: str, other: str) -> str:
     return f"{middle - half:+.1f} to {middle + half:+.1f}%"
 
 
+def accuracy(name: str, arm: str, other: str) -> str:
+    """By how many points the accuracy of an arm is above another's, paired by seed: mean and standard error."""
+    mine, its = ({r.config.seed: r.figures["val_accuracy"] for r in arm_of(name, one).records} for one in (arm, other))
+    points = [100 * (mine[seed] - its[seed]) for seed in sorted(mine.keys() & its.keys())]
+    return f"{statistics.mean(points):+.1f} ± {statistics.stdev(points) / math.sqrt(len(points)):.1f} points"
+
+
 def closed(name: str, arm: str, low: str, high: str) -> str:
     """Which part of the gap between two others an arm closes, of means over the seeds."""
     mine, worst, best = (arm_of(name, one).loss.mean for one in (arm, low, high))

@@ -10,6 +10,7 @@ same: who adds records reads the text again.
     {{ message PART / ARM / OTHER }}      how many times shorter an arm's messages are than another's
     {{ closed PART / ARM / LOW / HIGH }}  which part of the gap between two others an arm closes
     {{ decayed NAME }}                    all arms of the records NAME of `thinwire compare`, and how they were run
+    {{ accuracy cnn / ARM / OTHER }}      points of accuracy between two arms of decayed runs, paired by seed
     {{ swept }}                           arms of the sweep of batches against its baseline
     {{ paired NAME / ARM / OTHER }}       loss of an arm of these against another's, paired by seed, with its standard error
     {{ interval NAME / ARM / OTHER }}     where it is with 95% confidence, by the t distribution
@@ -163,6 +164,7 @@ FILL: dict[str, Callable[..., str]] = {
     "decayed": _decayed,
     "swept": decayed.swept,
     "paired": decayed.difference,
+    "accuracy": decayed.accuracy,
     "interval": decayed.interval,
     "sends": decayed.fewer,
     "shorter": decayed.shorter,

@@ -118,7 +118,9 @@ def _loss_commands(base: str, other: str) -> str:
         seeds = [run["config"]["seed"] for run, _ in pairs]
         told = str(len(seeds)) if seeds == list(range(len(seeds))) else ",".join(map(str, seeds)) + "," * (len(seeds) == 1)
         files = "@benchmarks/matrix/owners-gathered.txt @benchmarks/matrix/owners.txt"
-        flags = f"--workers {workers} --batch {batch} --steps {steps} --tune 2e-3,2.83e-3,4e-3 --seeds {told}"
+        tuned = all(run.get("tried") for pair in pairs for run in pair)  # by the command that made the runs
+        rate = "--tune 2e-3,2.83e-3,4e-3" if tuned else f"--lr {pairs[0][0]['config']['lr']} --val-part claim"
+        flags = f"--workers {workers} --batch {batch} --steps {steps} {rate} --seeds {told}"
         lines.append(f"thinwire compare {files} {flags}")
     return "\n".join(lines)
 

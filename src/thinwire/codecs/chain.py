@@ -206,12 +206,14 @@ class Chain(Stages, Codec):
         selection: `TopK`, `RandomK`, `Striding` or `All`.
         values: `Float`, `Int8`, `Fp4`, `TwoBit`, `Ternary` or `Sign`.
         parts: into how many parts a message is cut, with a checksum each; fewer, where there are not so many blocks.
+        beside: of a `CodecSchedule`.
     """
 
     transform: Transform = Identity()
     selection: Selection = All()
     values: Values = Float()
     parts: int = 1
+    beside: tuple[Stages, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the number of parts."""

@@ -165,23 +165,24 @@ def rows_of(batch: Batch) -> Iterator[tuple[Piece, slice, int]]:
 @functools.lru_cache(maxsize=64)
 def plan_of(stages: Stages, shapes: tuple[Shape, ...]) -> Plan:
     """The plan of messages of tensors of such shapes."""
-    selection, values = stages.selection, stages.values
-
-    def whole(numel: int, blocks: int, L: int) -> bool:
-        k = selection.count(L)
-        indices = blocks * index_code(L, k).bits if selection.indexed else 0
-        sparse, dense = indices + values.bits_of(blocks * k, k), values.bits_of(numel, DENSE_GROUP)
-        if selection.everything:  # nothing is left out: a transform must not cost bytes for padding or scales
-            return not stages.transform.mixes or sparse > dense
-        return sparse >= dense
-
-    layout = Layout.of(shapes, stages.transform, whole)
-    dense = Layout.of(shapes, stages.transform, lambda *_: True)
-    plan = plan_for(stages, layout)
+    chains = stages.beside or (stages,)
+    blocks = Layout.of(shapes, stages.transform, lambda *sizes: all(_is_shorter_whole(chain, *sizes) for chain in chains))
+    whole = Layout.of(shapes, stages.transform, lambda *_: True)
     # Rounding up to bytes can make many small sections longer than the whole: never more bytes than without a selection.
-    if plan.nbytes > (all_whole := plan_for(stages, dense)).nbytes:
-        layout, plan = dense, all_whole
+    longer = all(plan_for(chain, blocks).nbytes > plan_for(chain, whole).nbytes for chain in chains)
+    plan = plan_for(stages, layout := whole if longer else blocks)
     return plan if stages.parts == 1 else plan_for(stages, layout, stages.parts)
+
+
+def _is_shorter_whole(stages: Stages, numel: int, blocks: int, L: int) -> bool:
+    """Whether a tensor of so many entries, or so many blocks of L, takes no more bits if it is not cut into blocks."""
+    selection, values = stages.selection, stages.values
+    k = selection.count(L)
+    indices = blocks * index_code(L, k).bits if selection.indexed else 0
+    sparse, dense = indices + values.bits_of(blocks * k, k), values.bits_of(numel, DENSE_GROUP)
+    if selection.everything:  # nothing is left out: a transform must not cost bytes for padding or scales
+        return not stages.transform.mixes or sparse > dense
+    return sparse >= dense
 
 
 def plan_for(stages: Stages, layout: Layout, parts: int = 1, *, headers: bool = True) -> Plan:

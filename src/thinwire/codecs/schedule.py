@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from thinwire.codecs.base import Codec, check_codec
-from thinwire.codecs.chain import Chain
+from thinwire.codecs.chain import Chain, Stage
 from thinwire.codecs.text import parse_codec
 from thinwire.errors import ConfigError, check_whole_number
 
@@ -41,7 +40,7 @@ class CodecSchedule:
         """
         if len(parts) % 2 == 0:
             raise ConfigError(f"a schedule is a codec, its last round, the next codec ... and ends with a codec, got {parts!r}")
-        object.__setattr__(self, "codecs", tuple(check_codec(codec) for codec in parts[::2]))
+        object.__setattr__(self, "codecs", _with_one_layout([check_codec(codec) for codec in parts[::2]]))
         rounds = parts[1::2]
         for least, number in zip([1, *rounds], rounds, strict=False):
             check_whole_number("the last round of a codec", number, least=least if isinstance(least, int) else 1)
@@ -72,28 +71,30 @@ class CodecSchedule:
             made += [number, change(codec)]
         return CodecSchedule(*made)
 
-    def check_slots(self, like: Sequence[Tensor]) -> None:
-        """Refuse chains that would keep a slot of these tensors in different domains: it goes on from one to the next.
+    def check_slots(self) -> None:
+        """Refuse chains that would keep a slot in different domains: it goes on from one to the next.
 
         Raises:
-            ConfigError: with the first tensor that one codec cuts into blocks and another sends whole, or their transforms.
+            ConfigError: with the schedule, where transforms differ.
         """
-        chains = [Chain.of(codec) for codec in self.codecs]
-        if len({chain.transform for chain in chains}) > 1:
+        if len({Chain.of(codec).transform for codec in self.codecs}) > 1:
             raise ConfigError(f"the codecs of a schedule must have the same transform, got {self!r}")
-        first = set(chains[0].plan(like).layout.dense)
-        for chain in chains[1:]:
-            if odd := first ^ set(chain.plan(like).layout.dense):
-                shape = tuple(like[min(odd)].shape)
-                what = (
-                    f"a tensor of shape {shape} is sent whole by one of {chains[0]!r} and {chain!r}, and in blocks by the other"
-                )
-                raise ConfigError(f"{what}: choose numbers of entries that are closer to each other")
 
     def __repr__(self) -> str:
         """As `parse_wire` reads it."""
         ends = [f" until {number}, " for number in self.until]
         return "".join(f"{codec!r}{end}" for codec, end in zip(self.codecs, [*ends, ""], strict=True))
+
+
+def _with_one_layout(codecs: Sequence[Codec]) -> tuple[Codec, ...]:
+    """The same codecs, where chains of one transform cut the same tensors into blocks; see `Stages`."""
+    if len(codecs) < 2:
+        return tuple(codecs)
+    chains = {i: replace(Chain.of(codec), beside=()) for i, codec in enumerate(codecs) if isinstance(codec, Chain | Stage)}
+    if len({chain.transform for chain in chains.values()}) > 1:
+        return tuple(codecs)
+    beside = tuple(chains.values())
+    return tuple(replace(chains[i], beside=beside) if i in chains else codec for i, codec in enumerate(codecs))
 
 
 def parse_wire(text: str) -> Codec | CodecSchedule:

@@ -253,12 +253,17 @@ def finite(what: str, values: Floats) -> Floats:
 
 @dataclass(frozen=True, repr=False)
 class Stages:
-    """One stage of each kind, and the number of parts that a message is cut into."""
+    """One stage of each kind, and the number of parts that a message is cut into.
+
+    Attributes:
+        beside: all chains of a `CodecSchedule`, which share slots: they send a tensor whole where each of them would alone.
+    """
 
     transform: Transform
     selection: Selection
     values: Values
     parts: int
+    beside: tuple[Stages, ...]
 
     @property
     def linear(self) -> bool:

@@ -129,7 +129,7 @@ class OwningOptimizer(JoiningOptimizer):
                 continue
             first, *others = [one for one in self.codecs.codecs if not one.linear] or [codec]
             for other in others:  # what is owed goes on from one codec to the next
-                CodecSchedule(first, 1, other).check_slots(self.params())
+                CodecSchedule(first, 1, other).check_slots()
             self._slots[slot] = "owed"
             shapes = self._deal_of(codec, self.peers.size).shares[self.peers.rank].slot_shapes()
             for p, shape in zip(self._active, shapes, strict=True):

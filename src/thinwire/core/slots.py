@@ -222,7 +222,7 @@ class SlotOptimizer(Offloading, Optimizer):
         names = [name for name, start in self._slots.items() if start == "coded"]
         if not names or not self._active:
             return
-        self.codecs.check_slots(self.params())
+        self.codecs.check_slots()
         shapes = Chain.of(self.codecs.codecs[0]).slot_shapes(self.params())
         for p, shape in zip(self._active, shapes, strict=True):
             for name in names:

@@ -386,11 +386,10 @@ def check_order(before: Codec, after: Codec) -> None:
     """Refuse two codecs that cannot follow each other in a chain."""
     if isinstance(after, Dense):
         raise ConfigError(f"a chain is made of {_ORDER}, got {after!r}")
-    kinds = list(_KINDS)
 
     def places(codec: Codec) -> list[int]:
         parts = codec.stages().values() if isinstance(codec, Chain) else [codec]
-        return [i for part in parts for i, kind in enumerate(kinds) if isinstance(part, kind)]
+        return [i for part in parts for i, kind in enumerate(_KINDS) if isinstance(part, kind)]
 
     first, second = places(before), places(Chain.of(after) if not isinstance(after, Stage) else after)
     if first and second and second[0] <= first[-1]:

@@ -56,6 +56,19 @@ def test_each_method_is_tuned_on_short_runs_of_one_seed_and_its_points_are_count
     assert json.loads((tmp_path / "far-seed5" / "summary.json").read_text()) == before
 
 
+def test_the_mean_over_several_seeds_decides(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    command = ["data-parallel", *JOB, "--seeds", "5,6,7", "--tune", "0.05,0.1,0.2", "--tune-seeds", "2", "--out", str(tmp_path)]
+    code, _, err = call(capsys, *command)
+    assert (code, err) == (0, "")
+    losses: dict[float, dict[int, float]] = {}
+    for record in read_records(tmp_path / "tuning" / "records.jsonl"):
+        losses.setdefault(record.config.lr, {})[record.config.seed] = record.loss
+    assert all(set(of) == {5, 6} for of in losses.values()), "each rate with each of the seeds"
+    best = min(losses, key=lambda lr: sum(losses[lr].values()))
+    claims = read_records(tmp_path)
+    assert {(r.config.seed, r.config.lr, r.tried) for r in claims} == {(seed, best, len(losses)) for seed in (5, 6, 7)}
+
+
 def test_a_file_has_methods_and_flags_of_all(tmp_path: Path) -> None:
     file = tmp_path / "arms.txt"
     file.write_text('# what is compared\nddp\n\nfar = diloco --H 4\n--task quadratic --steps 9\n--wire "DCT(8) >> Sign()"\n')
@@ -105,6 +118,9 @@ def test_what_only_a_tuning_reads_is_refused_without_one(capsys: pytest.CaptureF
     for words, message in (
         (["diloco --H {2,4}"], "what stands in braces is for choosing settings: give --tune"),
         (["ddp", "--tune-steps", "4"], "--tune-steps is for choosing settings: give --tune"),
+        (["ddp", "--tune-seeds", "1"], "--tune-seeds is for choosing settings: give --tune"),
+        (["ddp", "--tune", "1e-3,2e-3", "--tune-seeds", "2"], "tune-seeds must be from 1 to the 1 seed of --seeds, got 2"),
+        (["ddp", "--tune", "1e-3,2e-3", "--tune-seeds", "0"], "tune-seeds must be from 1 to the 1 seed of --seeds, got 0"),
         (["ddp", "--tune", "1e-3,2e-3", "--tune-steps", "1"], "tune-steps must be a whole number of at least 2, got 1"),
     ):
         code, _, err = call(capsys, *words, *JOB)

@@ -66,7 +66,9 @@ class SimFlags:
 class CompareFlags:
     """Where the runs take place and are kept; does not change their results."""
 
-    rare: ClassVar[frozenset[str]] = frozenset({"down", "jobs", "checkpoint_every", "timeout", "tune_steps", "records"})
+    rare: ClassVar[frozenset[str]] = frozenset(
+        {"down", "jobs", "checkpoint_every", "timeout", "tune_steps", "tune_seeds", "records"}
+    )
 
     seeds: str = "1"
     """How many seeds each method is run with, from 0 on; or the seeds themselves, separated by commas, such as 0,5,7."""
@@ -75,6 +77,9 @@ class CompareFlags:
     validation samples that nothing is reported on; more are tried where the best is at an edge."""
     tune_steps: int | None = None
     """Steps of the runs that choose; by default a third."""
+    tune_seeds: int | None = None
+    """Choose by the mean loss over so many seeds, the first of --seeds; by default one. One seed often likes a rate that is too
+    large for others."""
     sim: bool = False
     """Simulate the workers in one process, as `thinwire sim` does; else they are real processes on this machine."""
     lab: bool = False

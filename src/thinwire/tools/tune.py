@@ -1,8 +1,8 @@
 """Learning rates of a comparison: every method is tried on the same grid before the runs that count.
 
-The grid is tried on one seed, in runs a third as long, evaluated on the half of the validation samples that nothing is
-reported on. Where the best rate of a method is the least or the largest that was tried, its grid grows by one more point there,
-until it is not. A method may have alternatives for other settings; each is tried with every rate.
+The grid is tried on one seed, or goes by the mean of several, in runs a third as long, evaluated on the half of the validation
+samples that nothing is reported on. Where the best rate of a method is the least or the largest that was tried, its grid grows
+by one more point there, until it is not. A method may have alternatives for other settings; each is tried with every rate.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 from rich.text import Text
@@ -110,7 +111,7 @@ def tune(
     *,
     rates: Sequence[float],
     fixed: frozenset[str],
-    seed: int,
+    seeds: Sequence[int],
     steps: int | None,
     jobs: int,
     console: Console,
@@ -124,7 +125,7 @@ def tune(
         out: folder of the comparison; they are kept in a folder in it.
         rates: of all methods but those in `fixed`.
         fixed: methods that were given a rate.
-        seed: of all runs.
+        seeds: with which each point is tried; the mean loss counts.
         steps: of a run; None takes a third of those of the method.
         jobs: how many runs at once.
         console: where progress is shown.
@@ -141,15 +142,16 @@ def tune(
     factor = rates[1] / rates[0]
     for left in reversed(range(_MOST_POINTS + 1)):
         runs = {
-            (search.arm, point): _run(search, point, out / TUNING / folder, seed=seed, steps=steps)
+            (search.arm, point): [_run(search, point, out / TUNING / folder, seed=seed, steps=steps) for seed in seeds]
             for search, folder in zip(searches, folders, strict=True)
             for point in search.missing
         }
-        outcome = run_all(list(runs.values()), runner, out / TUNING, jobs=jobs, console=console, keep=keep)
+        every = [run for some in runs.values() for run in some]
+        outcome = run_all(every, runner, out / TUNING, jobs=jobs, console=console, keep=keep)
         for search in searches:
             for point in search.missing:
-                record = outcome.records.get(runs[search.arm, point])
-                loss = math.inf if record is None else record.loss
+                records = [outcome.records.get(run) for run in runs[search.arm, point]]
+                loss = fmean(math.inf if record is None else record.loss for record in records)
                 search.losses[point] = loss if math.isfinite(loss) else math.inf
         at_edges = [search for search in searches if search.at_edge] if left else []
         for search in at_edges:
@@ -186,3 +188,10 @@ def check_tune_steps(steps: int | None) -> None:
     """Raise a `ConfigError` for a number of steps that no run has."""
     if steps is not None:
         check_whole_number("tune-steps", steps, least=2)
+
+
+def check_tune_seeds(number: int | None, seeds: Sequence[int]) -> None:
+    """Raise a `ConfigError` for more seeds than the comparison has, or none."""
+    if number is not None and not 1 <= number <= len(seeds):
+        most = counted(len(seeds), "seed")
+        raise ConfigError(f"tune-seeds must be from 1 to the {most} of --seeds, got {number}")

@@ -26,7 +26,7 @@ from thinwire.tools.report.comparison import comparisons
 from thinwire.tools.report.terminal import show
 from thinwire.tools.runners import LabRunner, ProcessRunner, Runner, SimulatedRunner
 from thinwire.tools.start import rehearse
-from thinwire.tools.tune import Chosen, check_tune_steps, parse_rates, tune
+from thinwire.tools.tune import Chosen, check_tune_seeds, check_tune_steps, parse_rates, tune
 
 Arms = dict[str, list[RunConfig]]  # by name, each with the alternatives to choose from
 EXAMPLE = 'thinwire compare ddp demo "diloco --H 32" --task gpt-nano --workers 4 --seeds 3'
@@ -63,7 +63,8 @@ def _compare(arms: Arms, fixed: frozenset[str], runner: Runner, flags: CompareFl
         out.mkdir(parents=True, exist_ok=True)
         chosen = {name: Chosen(configs[0], tried=0) for name, configs in arms.items()}
         if flags.tune is not None:
-            how = {"seed": parse_seeds(flags.seeds)[0], "steps": flags.tune_steps, "jobs": flags.jobs}
+            seeds = parse_seeds(flags.seeds)[: flags.tune_seeds or 1]
+            how = {"seeds": seeds, "steps": flags.tune_steps, "jobs": flags.jobs}
             how["keep"] = keep.with_stem(f"{keep.stem}-{TUNING}") if keep else None
             chosen = tune(arms, runner, out, rates=parse_rates(flags.tune), fixed=fixed, console=console, **how)
         runs = _runs(chosen, flags, out)
@@ -169,13 +170,18 @@ def _runner(flags: CompareFlags) -> Runner:
 
 def _check_tuning(arms: Arms, flags: CompareFlags) -> None:
     """Refuse wrong flags of a tuning, and alternatives that nothing would choose from."""
-    parse_seeds(flags.seeds)
+    check_tune_seeds(flags.tune_seeds, parse_seeds(flags.seeds))
     check_tune_steps(flags.tune_steps)
     if flags.tune is not None:
         parse_rates(flags.tune)
-    elif flags.tune_steps is not None or any(len(configs) > 1 for configs in arms.values()):
-        what = "--tune-steps" if flags.tune_steps is not None else "what stands in braces"
-        raise ConfigError(f"{what} is for choosing settings: give --tune, such as --tune 1e-3,1.41e-3,2e-3")
+        return
+    for what, given in (
+        ("--tune-steps", flags.tune_steps is not None),
+        ("--tune-seeds", flags.tune_seeds is not None),
+        ("what stands in braces", any(len(configs) > 1 for configs in arms.values())),
+    ):
+        if given:
+            raise ConfigError(f"{what} is for choosing settings: give --tune, such as --tune 1e-3,1.41e-3,2e-3")
 
 
 def _runs(chosen: dict[str, Chosen], flags: CompareFlags, out: Path) -> list[Run]:

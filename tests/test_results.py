@@ -93,10 +93,11 @@ def test_the_losses_of_the_plan_are_those_of_the_records() -> None:
     told = {method.name: method.losses for method in METHODS if method.losses}
     assert told.keys() == {"ddp", *losses.ARMS}, "every method with a decayed run is in the plan, and no other has a loss"
     for method, arms in losses.ARMS.items():
-        for value, name in arms.items():
-            mine, base = decayed.arm_of("pico", name), decayed.compared("pico").baseline
-            pairs = zip(mine.loss.values, base.loss.values, strict=True)
-            assert dict(told[method])[value] == pytest.approx(100 * sum(a / b - 1 for a, b in pairs) / 3, abs=0.051), name
+        for value, (records, name) in arms.items():
+            mine, base = (arm.records for arm in (decayed.arm_of(records, name), decayed.compared(records).baseline))
+            ratios = [a.loss / b.loss - 1 for a in mine for b in base if a.config.seed == b.config.seed]
+            assert len(ratios) >= 3, name
+            assert dict(told[method])[value] == pytest.approx(100 * sum(ratios) / len(ratios), abs=0.051), name
 
 
 def test_an_interval_is_that_of_the_t_distribution_and_agrees_with_p(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,3 +170,18 @@ def test_methods_that_were_not_measured_again_stay_in_the_record(monkeypatch: py
 
 def plan_off(row: dict[str, Any]) -> float:
     return row["predicted_seconds_per_step"] / row["seconds_per_step"] - 1
+
+
+def test_the_sweep_is_held_against_the_better_of_the_synchronous_arms() -> None:
+    lines = decayed.swept().splitlines()
+    assert lines[2].startswith("| AdamW-DDP, loss |")
+    losses = [float(cell.split()[0]) for cell in lines[2].split("|")[2:-1]]
+    for batch, loss, column in zip(decayed.SWEEP, losses, range(2, 2 + len(decayed.SWEEP)), strict=True):
+        arms = decayed.compared(f"sweep-{batch}").arms
+        synchronous = [arm for arm in arms if arm.first.config.algorithm == "data-parallel"]
+        assert synchronous
+        best = min(synchronous, key=lambda arm: arm.loss.mean)
+        assert loss == pytest.approx(best.loss.mean, abs=5e-4)
+        shown = {cells[1].strip(): cells[column].strip() for line in lines[3:7] if (cells := line.split("|"))}
+        assert shown.keys() == {arm.name for arm in arms} - {arm.name for arm in synchronous}
+        assert shown["Local Adam K=16"] == decayed.difference(f"sweep-{batch}", "Local Adam K=16", best.name)

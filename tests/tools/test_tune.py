@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
 from tests.tools.test_compare import call
 from thinwire.errors import ConfigError
@@ -14,8 +17,10 @@ from thinwire.links import SoloLink
 from thinwire.tools.arms import alternatives, split_arguments
 from thinwire.tools.build import optimizer_of
 from thinwire.tools.commands.compare import parse_arms
+from thinwire.tools.compare import Run
 from thinwire.tools.records import read_records
-from thinwire.tools.tune import parse_rates
+from thinwire.tools.runners import SimulatedRunner
+from thinwire.tools.tune import parse_rates, tune
 
 MATRIX = Path(__file__).parents[2] / "benchmarks" / "matrix"
 JOB = ["--task", "quadratic", "--workers", "2", "--steps", "12", "--eval-every", "0", "--lr-warmup", "0", "--sim"]
@@ -69,6 +74,25 @@ def test_the_mean_over_several_seeds_decides(capsys: pytest.CaptureFixture[str],
     assert {(r.config.seed, r.config.lr, r.tried) for r in claims} == {(seed, best, len(losses)) for seed in (5, 6, 7)}
 
 
+def test_a_rate_that_is_best_on_one_seed_only_is_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    losses = {(0.1, 0): 3.0, (0.1, 1): 3.0, (0.2, 0): 2.0, (0.2, 1): 2.5, (0.4, 0): 1.0, (0.4, 1): 4.0, (0.8, 0): 0.5}
+
+    def run_all(runs: list[Run], *_: object, **__: object) -> SimpleNamespace:
+        found = {run: losses.get((run.config.lr, run.config.seed)) for run in runs}
+        return SimpleNamespace(records={run: SimpleNamespace(loss=loss) for run, loss in found.items() if loss is not None})
+
+    monkeypatch.setattr("thinwire.tools.tune.run_all", run_all)
+    arms, _ = parse_arms(["ddp"], ["--task", "quadratic", "--steps", "12"])
+    runner, console = SimulatedRunner(step_time="0s"), Console(quiet=True)
+    settings = {"rates": [0.1, 0.2, 0.4], "fixed": frozenset(), "steps": None, "jobs": 1, "console": console}
+    both = tune(arms, runner, tmp_path, seeds=[0, 1], **settings)["ddp"]
+    assert (both.config.lr, both.tried) == (0.2, 3), "the mean counts"
+    first = tune(arms, runner, tmp_path, seeds=[0], **settings)["ddp"]
+    assert (first.config.lr, first.tried) == (0.8, 5), "1.6 has no loss"
+    losses[0.2, 1] = math.nan
+    assert tune(arms, runner, tmp_path, seeds=[0, 1], **settings)["ddp"].config.lr == 0.4, "a failed seed counts against a rate"
+
+
 def test_a_file_has_methods_and_flags_of_all(tmp_path: Path) -> None:
     file = tmp_path / "arms.txt"
     file.write_text('# what is compared\nddp\n\nfar = diloco --H 4\n--task quadratic --steps 9\n--wire "DCT(8) >> Sign()"\n')
@@ -119,8 +143,8 @@ def test_what_only_a_tuning_reads_is_refused_without_one(capsys: pytest.CaptureF
         (["diloco --H {2,4}"], "what stands in braces is for choosing settings: give --tune"),
         (["ddp", "--tune-steps", "4"], "--tune-steps is for choosing settings: give --tune"),
         (["ddp", "--tune-seeds", "1"], "--tune-seeds is for choosing settings: give --tune"),
-        (["ddp", "--tune", "1e-3,2e-3", "--tune-seeds", "2"], "tune-seeds must be from 1 to the 1 seed of --seeds, got 2"),
-        (["ddp", "--tune", "1e-3,2e-3", "--tune-seeds", "0"], "tune-seeds must be from 1 to the 1 seed of --seeds, got 0"),
+        (["ddp", "--tune", "1e-3,2e-3", "--tune-seeds", "2"], "tune-seeds must be from 1 to 1, the number of --seeds, got 2"),
+        (["ddp", "--tune", "1e-3,2e-3", "--tune-seeds", "0"], "tune-seeds must be from 1 to 1, the number of --seeds, got 0"),
         (["ddp", "--tune", "1e-3,2e-3", "--tune-steps", "1"], "tune-steps must be a whole number of at least 2, got 1"),
     ):
         code, _, err = call(capsys, *words, *JOB)

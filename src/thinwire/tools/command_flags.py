@@ -73,13 +73,14 @@ class CompareFlags:
     seeds: str = "1"
     """How many seeds each method is run with, from 0 on; or the seeds themselves, separated by commas, such as 0,5,7."""
     tune: str | None = None
-    """Learning rates to choose from for every method, such as 1e-3,1.41e-3,2e-3: on the first seed, in short runs, on
-    validation samples that nothing is reported on; more are tried where the best is at an edge."""
+    """Learning rates to choose from for every method, such as 1e-3,1.41e-3,2e-3: on the first seed or on
+    --tune-seeds, in short runs, on validation samples that nothing is reported on; more are tried where the best is at
+    an edge."""
     tune_steps: int | None = None
     """Steps of the runs that choose; by default a third."""
     tune_seeds: int | None = None
-    """Choose by the mean loss over so many seeds, the first of --seeds; by default one. One seed often likes a rate that is too
-    large for others."""
+    """Choose by the mean loss over so many seeds, the first of --seeds; by default one. On one seed the best rate is often
+    too large for others."""
     sim: bool = False
     """Simulate the workers in one process, as `thinwire sim` does; else they are real processes on this machine."""
     lab: bool = False

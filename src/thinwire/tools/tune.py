@@ -174,7 +174,9 @@ def _run(search: _Search, point: tuple[int, float], folder: Path, *, seed: int, 
 def _chosen(search: _Search, console: Console) -> Chosen:
     best, tried = search.best, len(search.losses)
     if math.isinf(search.losses[best]):
-        raise ConfigError(f"all {counted(tried, 'run')} that tuned {search.arm!r} failed: give --tune smaller learning rates")
+        raise ConfigError(
+            f"a run failed at each of {counted(tried, 'point')} of {search.arm!r}: give --tune smaller learning rates"
+        )
     still = f", at the edge of all ({search.rates[0]:g} to {search.rates[-1]:g})" if search.at_edge else ""
     console.print(Text(f"{search.arm}: lr {best[1]:g}, the best of {counted(tried, 'point')}{still}"), soft_wrap=True)
     return Chosen(replace(search.alternatives[best[0]], lr=best[1]), tried)
@@ -193,5 +195,4 @@ def check_tune_steps(steps: int | None) -> None:
 def check_tune_seeds(number: int | None, seeds: Sequence[int]) -> None:
     """Raise a `ConfigError` for more seeds than the comparison has, or none."""
     if number is not None and not 1 <= number <= len(seeds):
-        most = counted(len(seeds), "seed")
-        raise ConfigError(f"tune-seeds must be from 1 to the {most} of --seeds, got {number}")
+        raise ConfigError(f"tune-seeds must be from 1 to {len(seeds)}, the number of --seeds, got {number}")

@@ -49,7 +49,7 @@ NAMES = {
     "AdamW foreach": "AdamW, foreach",
     "AdamW fused": "AdamW, fused",
     "all-reduce fp32": "all-reduce of all parameters, fp32",
-    "DeMo k=128": "**`DeMo`, k = 128 (its default)**",
+    "DeMo k=128": "**`DeMo`, k = 128**",
     "DeMo k=32": "**`DeMo`, k = 32**",
 }
 COMMANDS = {

@@ -144,6 +144,26 @@ def test_a_worker_that_joins_replays_each_round_with_its_own_codec():
     assert len(notes.workers[2]) == 3, "the one that joined has replayed rounds before the switch"
 
 
+def test_demo_sends_more_entries_in_its_first_32_rounds_by_default() -> None:
+    first, then = (DCT(64) >> TopK(k) >> Sign() for k in (256, 64))
+
+    def steps(link: Link) -> list[int]:
+        p = torch.nn.Parameter(torch.zeros(128, 128))
+        opt, sent = DeMo([p], link), []
+        for _ in range(34):
+            p.grad = torch.ones_like(p)
+            sent.append(opt.message_nbytes())
+            opt.step()
+        return sent
+
+    lengths = {
+        codec: DeMo([torch.nn.Parameter(torch.zeros(128, 128))], SoloLink(), codec=codec).message_nbytes()
+        for codec in (first, then)
+    }
+    assert lengths[first] > 2 * lengths[then]
+    assert World(2).run(steps) == [[lengths[first]] * 32 + [lengths[then]] * 2] * 2
+
+
 def test_workers_with_other_schedules_are_refused():
     codecs = [SCHEDULE, CodecSchedule(MANY, 4, FEW)]
     with pytest.raises(ConfigError, match="codec"):

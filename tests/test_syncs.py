@@ -211,7 +211,7 @@ def test_a_whole_round_of_demo_at_124m_parameters_looks_at_no_value(monkeypatch:
     """On the meta device there are none, and no memory: whatever looks at one raises. The bar is 1,500 launches."""
     monkeypatch.setattr(deferred, "Later", lambda numbers: type("Nothing", (), {"read": lambda _: [0.0] * numbers.numel()})())
     params = [nn.Parameter(torch.empty(shape, device="meta")) for shape in gpt_shapes(*SIZES["124M"])]
-    opt = DeMo(params, Meta(), alarm_every=0)
+    opt = DeMo(params, Meta(), alarm_every=0, codec=DCT(64) >> TopK(128) >> Sign())
     opt.handshake_done = True
     for _ in range(2):
         for p in params:

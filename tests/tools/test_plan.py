@@ -69,11 +69,13 @@ def run(name: str, wire: str | None = None, **settings: object) -> RunConfig:
     return RunConfig(algorithm=name, wire=wire, settings=settings)
 
 
+ONE_K = "DCT(64) >> TopK(128) >> Sign()"  # DeMo's default has another k in the first rounds, and the plan tells what goes on
+
 RUNS = [
     run("data-parallel"),
     run("data-parallel", "bf16"),
-    run("demo"),
-    run("demo", delay=True),
+    run("demo", ONE_K),
+    run("demo", ONE_K, delay=True),
     run("demo", "DCT(64) >> TopK(8) >> Sign()"),
     run("demo", "RandomK(0.125) >> Float('bf16')"),
     run("local-sgd", H=3),
@@ -108,7 +110,7 @@ class TestAgainstTheSimulator:
     def test_bytes_and_seconds_are_those_of_a_run(self, config: RunConfig) -> None:
         self.check(config, model)
 
-    @pytest.mark.parametrize("config", [run("diloco", H=2, buffers_every=3), run("demo", buffers_every=4)], ids=named)
+    @pytest.mark.parametrize("config", [run("diloco", H=2, buffers_every=3), run("demo", ONE_K, buffers_every=4)], ids=named)
     def test_statistics_of_batch_norms_are_counted(self, config: RunConfig) -> None:
         self.check(config, with_norms)
         without = replace(
@@ -277,7 +279,7 @@ def test_no_H_is_enough_where_it_would_have_to_be_above_a_million() -> None:
 
 @pytest.mark.parametrize("delay", [False, True])
 def test_the_largest_k_is_enough_and_one_more_is_not(delay: bool) -> None:
-    thin, config = cluster(network=Network(bandwidth=2e5)), run("demo", delay=delay)
+    thin, config = cluster(network=Network(bandwidth=2e5)), run("demo", ONE_K, delay=delay)
     k = largest_k(config, model(), thin, 0.6)
     assert k is not None
     assert 1 < k < 4096
@@ -286,8 +288,8 @@ def test_the_largest_k_is_enough_and_one_more_is_not(delay: bool) -> None:
 
 
 def test_no_k_is_enough_where_latency_is_too_long_and_any_is_without_a_wire() -> None:
-    assert largest_k(run("demo"), model(), cluster(network=Network(latency=1.0)), 0.95) is None
-    assert largest_k(run("demo"), model(), cluster(network=Network()), 0.95) == 64 * 64
+    assert largest_k(run("demo", ONE_K), model(), cluster(network=Network(latency=1.0)), 0.95) is None
+    assert largest_k(run("demo", ONE_K), model(), cluster(network=Network()), 0.95) == 64 * 64
     assert largest_k(run("diloco"), model(), cluster(), 0.95) is None  # sends no entries of blocks
 
 
@@ -304,7 +306,8 @@ def test_another_H_moves_the_other_periods_along() -> None:
     assert with_H(run("diloco"), 5).settings == {"H": 5}
     assert steps_per_round(run("sparseloco")) == 30
     assert steps_per_round(run("demo")) is None
-    assert entries_per_block(run("demo")) == 128
+    assert entries_per_block(run("demo", ONE_K)) == 128
+    assert entries_per_block(run("demo")) is None, "a schedule has several"
     assert entries_per_block(run("diloco", "fp4")) is None
     with pytest.raises(ValueError, match="demo exchanges at every step and has no H, got H=3"):
         with_H(run("demo"), 3)

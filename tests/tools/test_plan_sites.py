@@ -19,6 +19,7 @@ from thinwire.tools.plan import Cluster, predict
 
 NETWORK = Network(bandwidth=8e6, latency=0.002)
 STEP, LAP = 0.05, 4
+ONE_K = "DCT(64) >> TopK(128) >> Sign()"
 LINK = ["--bandwidth", "100mbit", "--latency", "5ms", "--step-time", "0.2s", "--params", "1m"]
 
 
@@ -49,7 +50,7 @@ def seconds_per_step(world: World, config: RunConfig) -> float:
 
 def test_what_owners_take_is_set_by_whoever_sends_or_gets_most() -> None:
     """Of more workers than blocks: some own nothing, and one that owns a block gets it from all others."""
-    config = RunConfig(algorithm="demo", route="owners", settings={"alarm_every": 0})
+    config = RunConfig(algorithm="demo", wire=ONE_K, route="owners", settings={"alarm_every": 0})
     world = World(16, network=NETWORK, step_time=STEP)
     assert seconds_per_step(world, config) == pytest.approx(predict(config, model(), cluster(16)).seconds_per_step)
 
@@ -57,7 +58,8 @@ def test_what_owners_take_is_set_by_whoever_sends_or_gets_most() -> None:
 @pytest.mark.parametrize(("algorithm", "settings"), [("demo", {}), ("diloco", {"H": 2}), ("data-parallel", {})])
 def test_sites_cost_what_so_many_workers_cost_and_what_is_exchanged_inside(algorithm: str, settings: dict[str, int]) -> None:
     inside = Network(bandwidth=1e8)
-    config = RunConfig(algorithm=algorithm, settings={"alarm_every": 0, **settings})
+    wire = ONE_K if algorithm == "demo" else None
+    config = RunConfig(algorithm=algorithm, wire=wire, settings={"alarm_every": 0, **settings})
     world = World(4, sites=2, network=NETWORK, inside=inside, step_time=STEP)
     planned, alone = (predict(config, model(), cluster(2, **more)) for more in ({"members": 2, "inside": inside}, {}))
     assert seconds_per_step(world, config) == pytest.approx(planned.seconds_per_step, rel=1e-3), "but for flags of a byte"
@@ -73,7 +75,7 @@ def test_torch_ddp_knows_no_sites() -> None:
 
 
 def test_a_part_costs_more_than_its_bytes_on_a_real_wire() -> None:
-    config, wire = RunConfig(algorithm="demo", route="owners"), Network(bandwidth=8e6)
+    config, wire = RunConfig(algorithm="demo", wire=ONE_K, route="owners"), Network(bandwidth=8e6)
     plain, real = (predict(config, model(), cluster(4, wire, control=n)) for n in (0, 500))
     assert real.seconds_per_step - plain.seconds_per_step == pytest.approx(3 * 3 * 500 * 8 / 8e6), "3 exchanges with 3 others"
     assert real.bytes_per_step == plain.bytes_per_step

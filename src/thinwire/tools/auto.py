@@ -53,8 +53,8 @@ def auto(
     """The method that loses least among those with which workers compute enough of the time on this link, as an optimizer.
 
     Why it was chosen is logged in one sentence, which is also in `opt.chosen`. It is called by all workers together, and goes
-    by the figures of worker 0. The planner is that of `thinwire plan`; what methods lose was measured with small models after
-    a warm start.
+    by the figures of worker 0. The planner is that of `thinwire plan`; what methods lose was measured with a small model from
+    scratch.
 
     Example:
         >>> import torch, thinwire

@@ -25,10 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.codecs.catalogue import EVERY, GATHERED, SELECTIONS, TRANSFORMS, VALUES
 from tests.conformance.training import assert_close, assert_same, build, model_of, snapshot, train
+from thinwire.algorithms.demo import DeMo
 from thinwire.codecs import (
     DCT,
     Chain,
     Codec,
+    CodecSchedule,
     Dense,
     Float,
     Identity,
@@ -41,6 +43,7 @@ from thinwire.codecs import (
     RandomOrthogonal,
     Sign,
     Striding,
+    Ternary,
     TopK,
 )
 from thinwire.codecs.device import chunks, decoder
@@ -494,6 +497,26 @@ def _trained(name: str, *, device: bool, **settings: Any) -> list[list[Tensor]]:
 
     with everywhere() if device else contextlib.nullcontext():
         return World(3).run(work)
+
+
+def test_a_block_of_one_entry_leaves_no_trace_in_others() -> None:
+    """In blocks with all codecs of a schedule where that is shorter with one."""
+    codec = CodecSchedule(DCT(64) >> Ternary(), 2, DCT(64) >> TopK(64) >> Ternary())
+
+    def run(link: Link) -> list[Tensor]:
+        params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((1,), (128, 128))]
+        opt = DeMo(params, link, codec=codec, lr=0.01)
+        for step in range(4):
+            for p, g in zip(params, normal([(1,), (128, 128)], 10 * step + link.rank), strict=True):
+                p.grad = g
+            opt.step()
+        return [p.detach() for p in params]
+
+    on_host = World(2).run(run)[0]
+    with everywhere():
+        on_device = World(2).run(run)[0]
+    for found, due in zip(on_device, on_host, strict=True):
+        torch.testing.assert_close(found, due, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ class Merge:
             values = values * self.weights[:, None]
             share = self.weights[:, None].expand(values.shape) if self.mean.over == "senders" else share
         # Beside each sum what it is divided by, or how many sent it. To -0 anything can be added without a change.
-        sums = self.nothing.expand(size, 2).contiguous()
+        sums = self.nothing.repeat(size, 1)  # a copy, of one entry too
         for at, row in zip(places, torch.stack([values, share], 2), strict=True):
             sums.index_copy_(0, at, sums.index_select(0, at).add_(row))
         found, senders = sums.unbind(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 
 import thinwire
 from tests.conformance.elastic import train_elastic
-from thinwire import DCT, CodecSchedule, DeMo, Dense, Link, Sign, SoloLink, TopK, World, checkpoint
+from thinwire import DCT, Codec, CodecSchedule, DeMo, Dense, Link, Sign, SoloLink, TopK, World, checkpoint
 from thinwire.codecs import parse_wire
 from thinwire.codecs.chain import Chain
-from thinwire.errors import ConfigError
+from thinwire.errors import CheckpointError, ConfigError
 from thinwire.sim import Churn
 from thinwire.tools.build import optimizer_of
 from thinwire.tools.config import RunConfig
@@ -162,6 +163,45 @@ def test_demo_sends_more_entries_in_its_first_32_rounds_by_default() -> None:
     }
     assert lengths[first] > 2 * lengths[then]
     assert World(2).run(steps) == [[lengths[first]] * 32 + [lengths[then]] * 2] * 2
+
+
+def state_by(codec: Codec | CodecSchedule) -> dict[str, Any]:
+    """The state of DeMo after a step; of these tensors one is sent whole with 128 entries of a block and in blocks with 64."""
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((64, 9), (128, 64))]
+    opt = DeMo(params, SoloLink(), codec=codec)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    return opt.state_dict()
+
+
+def test_a_state_in_other_blocks_is_refused_and_another_codec_of_the_same_blocks_is_told(caplog: pytest.LogCaptureFixture):
+    k = {k: DCT(64) >> TopK(k) >> Sign() for k in (64, 32, 128)}
+
+    def load(state: dict[str, Any], codec: Codec) -> DeMo:
+        params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((64, 9), (128, 64))]
+        opt = DeMo(params, SoloLink(), codec=codec)
+        opt.load_state_dict(state)
+        return opt
+
+    with pytest.raises(CheckpointError, match=r"momentum of this state was made by .*TopK\(128\).*, whose blocks are others"):
+        load(state_by(k[128]), k[64])
+    load(state_by(k[64]), k[64])
+    assert not caplog.records
+    again = load(state_by(k[64]), k[32])
+    assert "the state was made by DCT(64) >> TopK(64) >> Sign(); from here on the codec is" in caplog.text
+    assert "TopK(32)" in str(again.state_dict()["param_groups"][0]["_coded_by"]), "what is saved next is of the new codec"
+    older = state_by(k[64])
+    del older["param_groups"][0]["_coded_by"]
+    load(older, k[64])
+    assert "does not tell by which codec its momentum was made" in caplog.text
+
+
+def test_a_codec_that_leaves_its_schedule_decides_alone_again():
+    alone, more = DCT(64) >> TopK(64) >> Sign(), DCT(64) >> TopK(32) >> Sign()
+    like = [torch.zeros(20, 30)]
+    lengths = {CodecSchedule(codec).codecs[0].nbytes(like) for codec in (alone, CodecSchedule(alone, 2, more).codecs[0])}
+    assert lengths == {Chain.of(alone).nbytes(like)}
 
 
 def test_workers_with_other_schedules_are_refused():

@@ -168,7 +168,8 @@ def plan_of(stages: Stages, shapes: tuple[Shape, ...]) -> Plan:
     chains = stages.beside or (stages,)
     blocks = Layout.of(shapes, stages.transform, lambda *sizes: all(_is_shorter_whole(chain, *sizes) for chain in chains))
     whole = Layout.of(shapes, stages.transform, lambda *_: True)
-    # Rounding up to bytes can make many small sections longer than the whole: never more bytes than without a selection.
+    # Rounding up to bytes can make many small sections longer than the whole, which then is sent as it is. Codecs of a
+    # schedule decide together, so a message of one of them may be longer.
     longer = all(plan_for(chain, blocks).nbytes > plan_for(chain, whole).nbytes for chain in chains)
     plan = plan_for(stages, layout := whole if longer else blocks)
     return plan if stages.parts == 1 else plan_for(stages, layout, stages.parts)

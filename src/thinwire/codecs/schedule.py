@@ -87,13 +87,10 @@ class CodecSchedule:
 
 
 def _with_one_layout(codecs: Sequence[Codec]) -> tuple[Codec, ...]:
-    """The same codecs, where chains of one transform cut the same tensors into blocks; see `Stages`."""
-    if len(codecs) < 2:
-        return tuple(codecs)
+    """The same codecs; several chains of one transform cut the same tensors into blocks, see `Stages`."""
     chains = {i: replace(Chain.of(codec), beside=()) for i, codec in enumerate(codecs) if isinstance(codec, Chain | Stage)}
-    if len({chain.transform for chain in chains.values()}) > 1:
-        return tuple(codecs)
-    beside = tuple(chains.values())
+    several = len(codecs) > 1 and len({chain.transform for chain in chains.values()}) == 1
+    beside = tuple(chains.values()) if several else ()
     return tuple(replace(chains[i], beside=beside) if i in chains else codec for i, codec in enumerate(codecs))
 
 

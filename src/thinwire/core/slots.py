@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.codecs import Chain, Codec, CodecSchedule
+from thinwire.codecs.schedule import parse_wire
 from thinwire.core.offload import Offloading
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.payload import LARGEST, all_finite
@@ -27,6 +28,7 @@ Start = Literal["zeros", "bf16 zeros", "param", "coded", "owed", "count"] | Call
 
 COUNTERS = ("thinwire_step", "thinwire_round", "thinwire_synced")
 WHOSE = ("thinwire_worker", "thinwire_workers")  # of a state dict: the id of its worker, and how many there were
+CODED_BY = "_coded_by"  # of a state dict: the codec in whose domain some of its slots are, in words
 
 
 class SlotOptimizer(Offloading, Optimizer):
@@ -127,8 +129,8 @@ class SlotOptimizer(Offloading, Optimizer):
         """Local steps since the last committed round."""
         return self.steps - self.param_groups[0]["thinwire_synced"]
 
-    def set_counter(self, name: str, value: int | list[int]) -> None:
-        """Set a number that all workers have in common; it is kept in the parameter groups, and so in checkpoints."""
+    def set_counter(self, name: str, value: int | str | list[int]) -> None:
+        """Set what all workers have in common; it is kept in the parameter groups, and so in checkpoints."""
         for group in self.param_groups:
             group[name] = value
 
@@ -219,7 +221,7 @@ class SlotOptimizer(Offloading, Optimizer):
 
     def _make_coded(self) -> None:
         """Make the slots whose shape is the codec's affair: it depends on all tensors of a message."""
-        names = [name for name, start in self._slots.items() if start == "coded"]
+        names = self._coded_slots()
         if not names or not self._active:
             return
         self.codecs.check_slots()
@@ -231,6 +233,9 @@ class SlotOptimizer(Offloading, Optimizer):
                     if before is not None and bool(before.any()):
                         log.warning("with the parameters added, tensors of a message lie otherwise: a %s is reset", name)
                     self.own_state[p][name] = torch.zeros(shape, device=local(p).device)
+
+    def _coded_slots(self) -> list[str]:
+        return [name for name, start in self._slots.items() if start == "coded"]
 
     # --- State dicts -----------------------------------------------------------------------------------------------------
 
@@ -267,7 +272,26 @@ class SlotOptimizer(Offloading, Optimizer):
                 if state[index][name].shape != mine.shape:
                     shapes = f"{tuple(state[index][name].shape)}, here it has {tuple(mine.shape)}"
                     raise CheckpointError(f"{name!r} of tensor {index} has shape {shapes}")
+        if self._coded_slots() and self._active:
+            self._check_domain(groups[0].get(CODED_BY))
         return state
+
+    def _check_domain(self, saved: object) -> None:
+        """Refuse slots that are in the domain of another codec, and say where another one goes on with them."""
+        name, here = self._coded_slots()[0], repr(self.codecs)
+        if saved is None:
+            log.warning("the state does not tell by which codec its %s was made; it is taken for that of %s", name, here)
+        elif saved != here:
+            try:
+                schedule = CodecSchedule.of(parse_wire(str(saved)))
+            except ConfigError:
+                schedule = None  # a codec of somebody's own
+            if schedule is not None and _domain(schedule, self.params()) != _domain(self.codecs, self.params()):
+                raise CheckpointError(
+                    f"the {name} of this state was made by {saved}, whose blocks are others than those of {here}: "
+                    "go on with that codec"
+                )
+            log.warning("the state was made by %s; from here on the codec is %s", saved, here)
 
     def _load_groups(self, state: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:  # noqa: ARG002
         for mine, theirs in zip(self.param_groups, groups, strict=True):
@@ -295,6 +319,12 @@ class SlotOptimizer(Offloading, Optimizer):
         """The method and its settings, on one line."""
         settings = ", ".join(f"{k}={v!r}" for k, v in self.settings.items())
         return f"{type(self).__name__}({settings})"
+
+
+def _domain(schedule: CodecSchedule, tensors: Sequence[Tensor]) -> tuple[object, object]:
+    """What decides what a slot means: the transform, and which tensors are cut into which blocks."""
+    chain = Chain.of(schedule.codecs[0])
+    return chain.transform, chain.plan(tensors).layout
 
 
 def clipped(grads: list[Tensor], factor: float | Tensor) -> float:

@@ -84,8 +84,8 @@ class RunConfig:
     qh_lives: float = 0.0
     """Let those momenta grow slow with the run: at step t a half-life is at most t / qh-lives; 0 has them slow at once."""
     beta2: float | None = None
-    """Decay of the second moment; by default 0.95, of adam 0.999, of qhadopt 0.9999, of the other qh* at least beta squared.
-    Of methods without an inner optimizer it is the second of --betas."""
+    """Decay of the second moment; by default 0.95, of demo 0.99, of adam 0.999, of qhadopt 0.9999, of the other qh* at least
+    beta squared. Of methods without an inner optimizer it is the second of --betas."""
     qh_warmup: int | None = None
     """Steps with beta 0.9 and omega 1 before the qh* optimizers switch to slow momenta; by default those of the warm start."""
     qh_reset: Literal["zero", "age"] = "zero"
@@ -286,7 +286,10 @@ def read_run_toml(path: Path) -> RunConfig:
 
 
 def check_same_run(path: Path, old: RunConfig, new: RunConfig) -> None:
-    """Raise a `ConfigError` that names what differs where a folder holds a run of another config."""
+    """Raise a `ConfigError` that names what differs where a folder holds a run of another config.
+
+    A codec may be named where none was: defaults may have changed since, and what a checkpoint was made by is checked with it.
+    """
     for key, was in asdict(old).items():
         now = asdict(new)[key]
         if key == "settings":
@@ -294,7 +297,7 @@ def check_same_run(path: Path, old: RunConfig, new: RunConfig) -> None:
             for name in sorted(was_set.keys() | now_set.keys()):
                 if was_set.get(name) != now_set.get(name):
                     _refuse(path, name, was_set.get(name), now_set.get(name))
-        elif key not in MAY_CHANGE and was != now:
+        elif key not in MAY_CHANGE and was != now and not (key == "wire" and was is None):
             _refuse(path, key, was, now)
 
 

@@ -307,7 +307,9 @@ def test_another_H_moves_the_other_periods_along() -> None:
     assert steps_per_round(run("sparseloco")) == 30
     assert steps_per_round(run("demo")) is None
     assert entries_per_block(run("demo", ONE_K)) == 128
-    assert entries_per_block(run("demo")) is None, "a schedule has several"
+    assert entries_per_block(run("demo")) == 64, "of a schedule what goes on"
+    assert with_k(run("demo"), 16).wire == "DCT(64) >> TopK(256) >> Sign() until 32, DCT(64) >> TopK(16) >> Sign()"
+    assert with_k(run("demo"), 256).wire == "DCT(64) >> TopK(256) >> Sign()", "no start with fewer than what follows"
     assert entries_per_block(run("diloco", "fp4")) is None
     with pytest.raises(ValueError, match="demo exchanges at every step and has no H, got H=3"):
         with_H(run("demo"), 3)
@@ -548,7 +550,7 @@ def test_never_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     main([*on, "--bandwidth", "1gbit", "--latency", "40ms"])
     words = " ".join(capsys.readouterr().out.split())
     assert "for 95%: the H, k or bandwidth with which workers compute 95% of the time" in words
-    assert "; never of ddp, data-parallel bf16, demo k=128" in words and "the latency alone is too much" in words
+    assert "; never of ddp, data-parallel bf16, demo k=64" in words and "the latency alone is too much" in words
     assert "too many bytes" not in words
     main([*on, "--bandwidth", "10kbit", "--json", "-"])
     methods = {method["algorithm"]: method for method in json.loads(capsys.readouterr().out)["methods"]}
@@ -565,7 +567,7 @@ def test_json_has_everything_and_settings_are_taken(capsys: pytest.CaptureFixtur
     assert told["bandwidth"] == 100e6
     assert rows["ddp"]["payload_per_step"] == 4 * 820_352
     assert rows["diloco H=16"]["payload_per_step"] == 4 * (820_352 + 4) / 16
-    assert rows["demo k=8"]["wire"] == "DCT(64) >> TopK(8) >> Sign()"
+    assert rows["demo k=8"]["wire"] == "DCT(64) >> TopK(256) >> Sign() until 32, DCT(64) >> TopK(8) >> Sign()"
     assert rows["demo k=8"]["route"] in ("gather", "owners")
     assert rows["des-loc H=16"]["settings"] == {"H": 16, "K_u": 48, "K_v": 96}
     assert rows["streaming-diloco H=16"]["settings"] == {"H": 16, "tau": 3}
@@ -651,11 +653,12 @@ def test_a_run_without_a_wire_sends_nothing() -> None:
 def test_with_many_workers_owners_are_planned_and_what_they_send_is_what_the_meter_counts() -> None:
     few, many = (advise(gpt_like(10_000_000), _cluster_of(n), wishes=Wishes(route="auto")) for n in (2, 16))
     demo = next(offer for offer in many.offers if offer.method.name == "demo")
-    assert demo.by_owners and demo.name == "demo k=128 by owners"
+    assert demo.by_owners and demo.name == "demo k=64 by owners"
     assert not any(offer.by_owners for offer in few.offers)
     gathered = next(o for o in advise(gpt_like(10_000_000), _cluster_of(16)).offers if o.method.name == "demo")
     assert demo.cost.bytes_per_step < gathered.cost.bytes_per_step / 3
-    config = replace(demo.config, route="owners", task="gpt-pico")
+    goes_on = "DCT(64) >> TopK(64) >> Sign()"  # the plan counts what its schedule ends with
+    config = replace(demo.config, route="owners", task="gpt-pico", wire=goes_on)
     model = task_of(config, 16).model()
 
     def worker(link: SimLink) -> int:

@@ -71,12 +71,11 @@ def _run(algorithm: str, wire: str | None = None, **settings: Any) -> RunConfig:
 
 _MEASURED: dict[str, Any] = {"outer_momentum": 0.5, "outer_lr": 0.9}  # of DiLoCo, in the runs that its losses are from
 _COARSE = {"over": "workers", "beta": 0.9, **_MEASURED}
-_DEMO = "DCT(64) >> TopK(128) >> Sign()"  # the same k in all rounds, which can be turned
 _LISTED = (
     Method("ddp", _run("ddp")),
     Method("data-parallel bf16", _run("data-parallel", "bf16")),
-    Method("demo", _run("demo", _DEMO), tried=(8, 4096)),
-    Method("demo delayed", _run("demo", _DEMO, delay=True), tried=(8, 4096)),
+    Method("demo", _run("demo"), tried=(8, 4096)),
+    Method("demo delayed", _run("demo", delay=True), tried=(8, 4096)),
     Method("local-adam", _run("local-adam", H=32), tried=(1, 256)),
     Method("mt-dao", _run("mt-dao", H=32), tried=(1, 32)),
     Method("mt-dao fp4", _run("mt-dao", "fp4", H=32, K_v=192), tried=(1, 32)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from thinwire.algorithms import found
-from thinwire.codecs import Chain, TopK
+from thinwire.codecs import Chain, Codec, CodecSchedule, TopK
 from thinwire.errors import ConfigError
 from thinwire.network import Network
 from thinwire.tools.build import longest_period, optimizer_of, settings_of
@@ -46,14 +47,14 @@ def smallest_H(config: RunConfig, period: Period, cluster: Cluster, utilisation:
 
 def largest_k(config: RunConfig, model: nn.Module, cluster: Cluster, utilisation: float) -> int | None:
     """The most entries of a block that leave workers computing `utilisation` of the time; None where one is too many."""
-    chain = _sparse_chain(config)
-    if chain is None:
+    codecs = _sparse(config)
+    if codecs is None:
         return None
     params = [p for p in on_meta(model).parameters() if p.requires_grad]
-    most = max((group.h * group.w for group in chain.plan(params).layout.groups), default=1)
+    most = max((group.h * group.w for group in Chain.of(codecs.codecs[-1]).plan(params).layout.groups), default=1)
 
     def too_many(k: int) -> bool:
-        return predict(_with_entries(config, chain, k), model, cluster).utilisation < utilisation
+        return predict(with_k(config, k), model, cluster).utilisation < utilisation
 
     return (_smallest(too_many, 1, most) or most + 1) - 1 or None
 
@@ -118,27 +119,31 @@ def with_H(config: RunConfig, H: int) -> RunConfig:
 
 
 def entries_per_block(config: RunConfig) -> int | None:
-    """The k of a run; None where its codec does not select the largest entries of blocks."""
-    chain = _sparse_chain(config)
-    return None if chain is None else chain.selection.count(1 << 12)
+    """The k of a run, of a schedule that of its last codec; None where that does not select the largest entries of blocks."""
+    codecs = _sparse(config)
+    return None if codecs is None else _entries(codecs.codecs[-1])
 
 
 def with_k(config: RunConfig, k: int) -> RunConfig:
-    """The run with another number of entries per block."""
-    chain = _sparse_chain(config)
-    if chain is None:
+    """The run with another number of entries per block; of a schedule in its last codec, after those that send more than k."""
+    codecs = _sparse(config)
+    if codecs is None:
         raise ConfigError(f"{config.algorithm} does not send the largest entries of blocks, got k={k}")
-    return _with_entries(config, chain, k)
+    *first, last = codecs.codecs
+    more = [(codec, until) for codec, until in zip(first, codecs.until, strict=True) if _entries(codec) > k]
+    schedule = CodecSchedule(*itertools.chain.from_iterable(more), replace(Chain.of(last), selection=TopK(k)))
+    return replace(config, wire=repr(schedule))
 
 
-def _with_entries(config: RunConfig, chain: Chain, k: int) -> RunConfig:
-    return replace(config, wire=repr(replace(chain, selection=TopK(k))))
+def _entries(codec: Codec) -> int:
+    """How many entries of a block of 64 x 64 a codec sends."""
+    return Chain.of(codec).selection.count(1 << 12)
 
 
-def _sparse_chain(config: RunConfig) -> Chain | None:
-    """The codec of a run where it sends the k largest entries of each block."""
+def _sparse(config: RunConfig) -> CodecSchedule | None:
+    """The codecs of a run where all of them send the k largest entries of each block."""
     if config.algorithm in (ALONE, "ddp"):
         return None
-    codecs = optimizer_of(config, nn.Linear(2, 2, device="meta"), NullLink(1)).codecs.codecs  # no method looks at the model
-    codec = codecs[0] if len(codecs) == 1 else None
-    return codec if isinstance(codec, Chain) and isinstance(codec.selection, TopK) else None
+    schedule = optimizer_of(config, nn.Linear(2, 2, device="meta"), NullLink(1)).codecs  # no method looks at the model
+    sparse = all(isinstance(codec, Chain) and isinstance(codec.selection, TopK) for codec in schedule.codecs)
+    return schedule if sparse else None

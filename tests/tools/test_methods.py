@@ -222,7 +222,7 @@ def test_alone_exchanges_nothing_and_every_worker_is_its_inner_optimizer() -> No
     [
         (["--beta2", "0.99"], [0.9, 0.99]),
         (["--beta2", "0.99", "--betas", "0.8", "0.97"], [0.8, 0.97]),
-        ([], [0.9, 0.95]),
+        ([], [0.9, 0.99]),
     ],
 )
 def test_beta2_is_the_second_beta_of_methods_without_an_inner_optimizer(words: list[str], betas: list[float]) -> None:

@@ -67,7 +67,7 @@ class DeMo(Algorithm):
         robust: protect the mean from bad contributions: "median", "trimmed=0.25", "clip=1.5"; see `Mean.of`.
         delay: apply a round one step later, so that it travels during the next pass; it cost 17% of loss in our runs.
         codec: what is sent of the momentum, a chain or a `CodecSchedule`; by default 256 of each 64 x 64 in the first 32
-            rounds and 64 from then on, in 1 bit each.
+            rounds, those of a warm start among them, and 64 from then on, in 1 bit each.
         options: see `thinwire.Policy`.
     """
 
@@ -87,7 +87,7 @@ class DeMo(Algorithm):
         alpha: float = 1.0,
         phi: UpdateRule = "unit",
         whiten: bool = True,
-        betas: tuple[float, float] = (0.9, 0.95),
+        betas: tuple[float, float] = (0.9, 0.99),
         eps: float = 1e-8,
         inflow: Literal["gradient", "lr", "ema"] = "gradient",
         weight_decay: float = 0.0,

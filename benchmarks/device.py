@@ -45,7 +45,7 @@ METHODS: dict[str, Make] = {
     "DiLoCo, foreach AdamW": lambda p, link: DiLoCo(torch.optim.AdamW(p, lr=1e-4, foreach=True), link, H=H, alarm_every=0),
     "MT-DAO, QHAdam": lambda p, link: MTDAO(QHAdam(p, lr=1e-4), link, H=H, clip_norm=1.0, alarm_every=0),
     "DecoupledDiLoCo, k=128": lambda p, link: DecoupledDiLoCo(_adamw(p), link, H=H, alarm_every=0),
-    "DeMo, k=128": lambda p, link: DeMo(p, link, lr=1e-4, alarm_every=0),
+    "DeMo, k=128": lambda p, link: DeMo(p, link, lr=1e-4, codec=DCT(64) >> TopK(128) >> Sign(), alarm_every=0),
     "DeMo, k=32": lambda p, link: DeMo(p, link, lr=1e-4, codec=DCT(64) >> TopK(32) >> Sign(), alarm_every=0),
 }
 

@@ -178,7 +178,7 @@ def main(
         "diloco": [Job(way, "diloco", H=H, rounds=rounds, **slow) for way in ("waits for all", "elastic")],
         "demo": [Job(way, "demo", H=0, rounds=H * rounds, **slow) for way in ("waits for all", "elastic")],
         "thin": [
-            Job(algorithm="demo", H=0, **thin),
+            Job(algorithm="demo", H=0, wire="DCT(64) >> TopK(128) >> Sign()", **thin),  # the same in these few rounds
             Job(algorithm="diloco", **thin),
             Job(algorithm="diloco", wire="fp4", **thin),
         ],

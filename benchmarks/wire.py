@@ -50,7 +50,7 @@ FAST: dict[str, Chain] = {
     "thinwire k=128 1-bit": DCT(64) >> TopK(128) >> Sign(),
 }
 SIMPLE = {"simple k=32": 32, "simple k=8": 8}
-STEPS = (128, 32)  # entries kept of a block: DeMo's default, and as published
+STEPS = (128, 32)  # entries kept of a block: twice what DeMo keeps after its first rounds, and as published
 
 
 class DeMo:

@@ -46,7 +46,7 @@ def test_each_part_is_of_the_last_record_that_has_it(monkeypatch: pytest.MonkeyP
     given = {"size": "124M", "against": "e2cba8e", "workers": 8, "k": 128}
     record.append("receive", {**given, "least cpu seconds": least, "times as fast": faster})
     made = performance.page()
-    assert "| **`DeMo`, k = 128 (its default)** | 124M | 4.500 | 1.000 | 2.000 | 3.0 | 1.0 |" in made
+    assert "| **`DeMo`, k = 128** | 124M | 4.500 | 1.000 | 2.000 | 3.0 | 1.0 |" in made
     assert " 6.0 " in made and "60.0" not in made
     assert record.processor() in made
     assert "| with kernels | 1.000 | **10.0** |" in made

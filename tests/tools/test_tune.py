@@ -143,6 +143,7 @@ def test_what_only_a_tuning_reads_is_refused_without_one(capsys: pytest.CaptureF
         (["diloco --H {2,4}"], "what stands in braces is for choosing settings: give --tune"),
         (["ddp", "--tune-steps", "4"], "--tune-steps is for choosing settings: give --tune"),
         (["ddp", "--tune-seeds", "1"], "--tune-seeds is for choosing settings: give --tune"),
+        (["ddp", "--tune-seeds", "2"], "--tune-seeds is for choosing settings: give --tune"),
         (["ddp", "--tune", "1e-3,2e-3", "--tune-seeds", "2"], "tune-seeds must be from 1 to 1, the number of --seeds, got 2"),
         (["ddp", "--tune", "1e-3,2e-3", "--tune-seeds", "0"], "tune-seeds must be from 1 to 1, the number of --seeds, got 0"),
         (["ddp", "--tune", "1e-3,2e-3", "--tune-steps", "1"], "tune-steps must be a whole number of at least 2, got 1"),

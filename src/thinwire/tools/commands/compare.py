@@ -170,9 +170,9 @@ def _runner(flags: CompareFlags) -> Runner:
 
 def _check_tuning(arms: Arms, flags: CompareFlags) -> None:
     """Refuse wrong flags of a tuning, and alternatives that nothing would choose from."""
-    check_tune_seeds(flags.tune_seeds, parse_seeds(flags.seeds))
-    check_tune_steps(flags.tune_steps)
     if flags.tune is not None:
+        check_tune_seeds(flags.tune_seeds, parse_seeds(flags.seeds))
+        check_tune_steps(flags.tune_steps)
         parse_rates(flags.tune)
         return
     for what, given in (

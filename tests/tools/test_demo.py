@@ -24,8 +24,8 @@ from thinwire.tools.lab import JobFailed
 from thinwire.tools.records import Point, Record
 from thinwire.tools.runners import LabRunner, ProcessRunner, Runner, SimulatedRunner
 
-SENT = {"ddp": 1_706_496, "demo": 13_642, "diloco": 68_260}  # bytes per step
-PACE = {"ddp": 0.3, "demo": 0.1, "diloco": 0.08}  # seconds per step on the thin link
+SENT = {"ddp": 1_706_496, "demo": 13_642, "coarse-diloco": 68_260}  # bytes per step
+PACE = {"ddp": 0.3, "demo": 0.1, "coarse-diloco": 0.08}  # seconds per step on the thin link
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -50,7 +50,7 @@ def ended(run: Run, runner: Runner) -> Record:
         for step in range(1, config.steps + 1)
     )
     figures = {
-        **{"val_loss": {"ddp": 2.0, "demo": 2.01, "diloco": 2.1}[config.algorithm], "sent": sent * config.steps},
+        **{"val_loss": {"ddp": 2.0, "demo": 2.01, "coarse-diloco": 2.1}[config.algorithm], "sent": sent * config.steps},
         **{
             "workers": 2,
             "shards": 1,
@@ -87,7 +87,7 @@ def test_three_methods_do_the_same_job_and_then_a_slice_of_it(
 ) -> None:
     code, out, _ = call(capsys, "--out", tmp_path / "demo")
     assert code == 0
-    assert [run.config.algorithm for run, _ in made] == ["ddp", "demo", "diloco"] * 2
+    assert [run.config.algorithm for run, _ in made] == ["ddp", "demo", "coarse-diloco"] * 2
     trained, timed = made[:3], made[3:]
     assert all(isinstance(runner, ProcessRunner) for _, runner in trained)
     assert [runner.name for _, runner in timed] == ["lab 100mbit"] * 3
@@ -98,7 +98,7 @@ def test_three_methods_do_the_same_job_and_then_a_slice_of_it(
     assert out.startswith("thinwire demo: starting, torch is being imported ...\n")
     for word in ("500 steps on 2 workers", "every 25 steps", "Then 50 steps of each on a link of 100mbit. About 3 minutes"):
         assert word in out
-    assert "Training 3 of 3\nDiLoCo, H=25: starting 2 workers ...\n" in out
+    assert "Training 3 of 3\nDiLoCo, ternary, H=25: starting 2 workers ...\n" in out
     assert re.search(r"│ DeMo, 1-bit +│ +2.010 \(\+0.5%\) │ +6.82 MB │ +125x │ +50 ms │ +100 ms │", out)
     assert "behind links that the kernel holds to 100mbit" in one_line(out)
     said = "DeMo, 1-bit against torch DDP: 125x fewer bytes, validation loss +0.5%, 3.0x as fast at 100mbit."
@@ -113,7 +113,7 @@ def test_a_short_demo_says_nothing_that_is_not_so(
     code, out, _ = call(capsys, "--steps", 12, "--workers", 3, "--bandwidth", "10mbit", "--out", tmp_path / "demo")
     assert code == 0
     assert "12 steps on 3 workers of this machine" in out and "3 minutes" not in out
-    assert "DiLoCo, H=12  the change of its weights, once, at the end" in out
+    assert "DiLoCo, ternary, H=12  its weights' change, coarsely, once, at the end" in out
     assert "Then 12 steps of each on a link of 10mbit." in out
     assert "The settings were chosen for 500 steps: after 12 the losses say little." in out
     assert [run.config.lr_warmup for run, _ in made] == [0] * 6
@@ -137,7 +137,7 @@ def test_it_really_trains_and_ends_with_a_report(
     assert "computed" in out
     assert "It could not be measured: network namespaces need root" in one_line(out)
     page = (tmp_path / "demo" / "report.html").read_text()
-    assert "DiLoCo, H=2" in page and "thinwire train --algorithm demo --task gpt-micro --workers 2 --steps 2" in page
+    assert "DiLoCo, ternary, H=2" in page and "thinwire train --algorithm demo --task gpt-micro --workers 2 --steps 2" in page
 
 
 @pytest.mark.slow

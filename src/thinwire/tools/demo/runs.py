@@ -57,18 +57,17 @@ def arms_of(steps: int, workers: int) -> list[Arm]:
     job = RunConfig(
         task="gpt-micro", workers=workers, steps=steps, batch=2, lr_warmup=steps // 20, lr_final=0.0, eval_every=4 * PERIOD
     )
-    outer = {"H": H, "outer_lr": 0.9, "outer_momentum": 0.5}
     return [
         Arm("torch DDP", "every gradient, at every step", replace(job, algorithm="ddp", lr=2e-3)),
         Arm(
             "DeMo, 1-bit",
             "the fast part of its momentum, at every step",
-            replace(job, algorithm="demo", lr=2e-3, wire="DCT(64) >> TopK(128) >> Sign()"),
+            replace(job, algorithm="demo", lr=2e-3),
         ),
         Arm(
-            f"DiLoCo, H={H}",
-            f"the change of its weights, every {H} steps" if steps > H else "the change of its weights, once, at the end",
-            replace(job, algorithm="diloco", lr=1.4e-3, settings=outer),
+            f"DiLoCo, ternary, H={H}",
+            f"its weights' change, coarsely, every {H} steps" if steps > H else "its weights' change, coarsely, once, at the end",
+            replace(job, algorithm="coarse-diloco", lr=1.4e-3, settings={"H": H}),
         ),
     ]
 

@@ -674,5 +674,14 @@ def test_with_many_workers_owners_are_planned_and_what_they_send_is_what_the_met
     assert max(sent) <= told <= 1.05 * max(sent), "the most that leaves one in each half"
 
 
+def test_owners_are_planned_wherever_they_can_average_and_others_gather() -> None:
+    asked = advise(gpt_like(1_000_000), _cluster_of(2), wishes=Wishes(route="owners"))
+    routes = {offer.method.name: (offer.by_owners, offer.config.route) for offer in asked.offers}
+    assert routes["demo"] == (True, "owners"), "though a gather sends less between two"
+    assert routes["diloco fp4"] == (True, "owners")
+    assert routes["diloco"][0] is False, "the wire averages float32"
+    assert routes["noloco"] == (False, "gather"), "its workers meet in pairs"
+
+
 def _cluster_of(workers: int) -> Cluster:
     return Cluster(workers=workers, network=Network(bandwidth=1e8, latency=0.02), step_time=0.5)

@@ -17,7 +17,9 @@ from typing import Any, Literal
 
 from torch import nn
 
+from thinwire.errors import ConfigError
 from thinwire.network import Network, show_bytes
+from thinwire.tools.build import optimizer_of
 from thinwire.tools.config import RunConfig
 from thinwire.tools.plan import (
     MOST_H,
@@ -35,6 +37,7 @@ from thinwire.tools.plan import (
     with_H,
     with_k,
 )
+from thinwire.tools.plan.messages import NullLink
 
 Knob = Literal["H", "k", "bandwidth"]
 
@@ -184,7 +187,7 @@ class Wishes:
     H: int | None = None
     k: int | None = None
     tau: int | None = None
-    route: Literal["gather", "auto"] = "gather"
+    route: Literal["gather", "owners", "auto"] = "gather"
     methods: Sequence[Method] = field(default=METHODS)
 
 
@@ -237,7 +240,17 @@ def _with_wishes(config: RunConfig, wishes: Wishes) -> RunConfig:
         config = replace(config, settings={**config.settings, "tau": wishes.tau})
     if wishes.k is not None and entries_per_block(config) is not None:
         config = with_k(config, wishes.k)
-    return replace(config, route=wishes.route)
+    return _by_route(config, wishes.route)
+
+
+def _by_route(config: RunConfig, route: Literal["gather", "owners", "auto"]) -> RunConfig:
+    """The run with this route; gathered where owners cannot average what it sends."""
+    if route == "owners" and config.algorithm != "ddp":
+        try:
+            optimizer_of(replace(config, route=route), nn.Linear(2, 2, device="meta"), NullLink(2))
+        except ConfigError:
+            return replace(config, route="gather")
+    return replace(config, route=route)
 
 
 # --- The recommendation ----------------------------------------------------------------------------------------------------

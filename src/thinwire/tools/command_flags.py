@@ -154,9 +154,9 @@ class PlanFlags:
     """Entries per block of demo, decoupled-diloco and sparseloco, in place of their own."""
     tau: int | None = None
     """Steps that messages of streaming-diloco may travel, in place of 1."""
-    route: Literal["gather", "auto"] = "auto"
-    """Messages that the wire cannot average go to all workers (gather), or to owners who average them where that sends fewer
-    bytes (auto)."""
+    route: Literal["gather", "owners", "auto"] = "auto"
+    """Messages that the wire cannot average go to all workers (gather), to owners who average them wherever they can (owners), or
+    to owners where that sends fewer bytes (auto)."""
     framing: float = GOODPUT
     """The part of the bandwidth that headers of Ethernet, IP and TCP leave for messages."""
     codec_time: str = "0s"

@@ -23,7 +23,8 @@ from thinwire.tools.config import presets
 FIXED: dict[str, dict[str, Any]] = {name: fixed for name, (_, fixed) in presets().items() if fixed}
 ALGORITHMS = found() | {name: found()[presets()[name][0]] for name in FIXED}
 # Methods whose messages owners average.
-OWNED: dict[str, str] = {"demo": "DCT(4) >> TopK(2) >> Sign()", "streaming-diloco": "ternary", "mt-dao": "fp4"}
+OWNED: dict[str, str] = {"demo": "DCT(4) >> TopK(2) >> Sign()", "decoupled-diloco": "DCT(4) >> TopK(2) >> Sign()"}
+OWNED |= {"diloco": "ternary", "streaming-diloco": "ternary", "mt-dao": "fp4"}
 FIXED |= {f"{name}-by-owners": {"wire": wire, "route": "owners"} for name, wire in OWNED.items()}
 ALGORITHMS |= {f"{name}-by-owners": found()[name] for name in OWNED}
 # LoRDO with projectors that are taken from what its messages hold besides.

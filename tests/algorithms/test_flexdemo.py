@@ -160,7 +160,7 @@ def _one_worker(_: Link, phi: str, link: str, codec: Codec) -> tuple[list[Tensor
     alone = TorchLink(mesh["replicate"], timeout=LIMIT) if link == "torch" else SoloLink()
     worker = mesh["replicate"].get_local_rank()
     ours, base = shard_model(borders(), mesh), shard_model(borders(), mesh)
-    settings = {"lr": 0.05} if phi == "sgd" else {"lr": 0.01, "weight_decay": 0.1}
+    settings: dict[str, Any] = {"lr": 0.05} if phi == "sgd" else {"lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.95)}
     opt = DeMo(ours.parameters(), alone, phi=phi, whiten=False, codec=codec, **settings)  # type: ignore[arg-type]
     train(ours, opt, worker)
     train(base, BASE[phi](base.parameters()), worker)

@@ -89,8 +89,9 @@ class CodecSchedule:
 def _with_one_layout(codecs: Sequence[Codec]) -> tuple[Codec, ...]:
     """The same codecs; several chains of one transform cut the same tensors into blocks, see `Stages`."""
     chains = {i: replace(Chain.of(codec), beside=()) for i, codec in enumerate(codecs) if isinstance(codec, Chain | Stage)}
-    several = len(codecs) > 1 and len({chain.transform for chain in chains.values()}) == 1
-    beside = tuple(chains.values()) if several else ()
+    if len(codecs) < 2 or len({chain.transform for chain in chains.values()}) > 1:
+        return tuple(replace(codec, beside=()) if isinstance(codec, Chain) and codec.beside else codec for codec in codecs)
+    beside = tuple(chains.values())
     return tuple(replace(chains[i], beside=beside) if i in chains else codec for i, codec in enumerate(codecs))
 
 

@@ -28,7 +28,7 @@ from thinwire.core.replicas import drift
 from thinwire.core.rounds import RoundEngine
 from thinwire.core.shared_model import shared_model
 from thinwire.core.sites import Site
-from thinwire.core.slots import CODED_BY, WHOSE, Start
+from thinwire.core.slots import CODED_BY, WHOSE, Start, coded_slots
 from thinwire.core.stats import Reporting, Watch
 from thinwire.errors import ConfigError, RoundAborted
 from thinwire.links.base import Link
@@ -328,5 +328,5 @@ class Algorithm(OwningOptimizer, Reporting):
         peers = self.link.peers()
         for name, value in zip(WHOSE, (peers.id, peers.size), strict=True):
             self.set_counter(name, value)
-        if self._coded_slots():
+        if coded_slots(self):
             self.set_counter(CODED_BY, repr(self.codecs))

@@ -221,7 +221,7 @@ class SlotOptimizer(Offloading, Optimizer):
 
     def _make_coded(self) -> None:
         """Make the slots whose shape is the codec's affair: it depends on all tensors of a message."""
-        names = self._coded_slots()
+        names = coded_slots(self)
         if not names or not self._active:
             return
         self.codecs.check_slots()
@@ -233,9 +233,6 @@ class SlotOptimizer(Offloading, Optimizer):
                     if before is not None and bool(before.any()):
                         log.warning("with the parameters added, tensors of a message lie otherwise: a %s is reset", name)
                     self.own_state[p][name] = torch.zeros(shape, device=local(p).device)
-
-    def _coded_slots(self) -> list[str]:
-        return [name for name, start in self._slots.items() if start == "coded"]
 
     # --- State dicts -----------------------------------------------------------------------------------------------------
 
@@ -272,26 +269,9 @@ class SlotOptimizer(Offloading, Optimizer):
                 if state[index][name].shape != mine.shape:
                     shapes = f"{tuple(state[index][name].shape)}, here it has {tuple(mine.shape)}"
                     raise CheckpointError(f"{name!r} of tensor {index} has shape {shapes}")
-        if self._coded_slots() and self._active:
-            self._check_domain(groups[0].get(CODED_BY))
+        if (names := coded_slots(self)) and self._active:
+            _check_domain(names[0], groups[0].get(CODED_BY), self.codecs, self.params())
         return state
-
-    def _check_domain(self, saved: object) -> None:
-        """Refuse slots that are in the domain of another codec, and say where another one goes on with them."""
-        name, here = self._coded_slots()[0], repr(self.codecs)
-        if saved is None:
-            log.warning("the state does not tell by which codec its %s was made; it is taken for that of %s", name, here)
-        elif saved != here:
-            try:
-                schedule = CodecSchedule.of(parse_wire(str(saved)))
-            except ConfigError:
-                schedule = None  # a codec of somebody's own
-            if schedule is not None and _domain(schedule, self.params()) != _domain(self.codecs, self.params()):
-                raise CheckpointError(
-                    f"the {name} of this state was made by {saved}, whose blocks are others than those of {here}: "
-                    "go on with that codec"
-                )
-            log.warning("the state was made by %s; from here on the codec is %s", saved, here)
 
     def _load_groups(self, state: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:  # noqa: ARG002
         for mine, theirs in zip(self.param_groups, groups, strict=True):
@@ -319,6 +299,35 @@ class SlotOptimizer(Offloading, Optimizer):
         """The method and its settings, on one line."""
         settings = ", ".join(f"{k}={v!r}" for k, v in self.settings.items())
         return f"{type(self).__name__}({settings})"
+
+
+def coded_slots(optimizer: SlotOptimizer) -> list[str]:
+    """Names of the slots that are in the domain of the codec's transform."""
+    return [name for name, start in optimizer._slots.items() if start == "coded"]
+
+
+def _check_domain(name: str, saved: object, here: CodecSchedule, tensors: Sequence[Tensor]) -> None:
+    """Refuse a slot that is in the domain of another codec, and say where another one goes on with it.
+
+    Args:
+        name: of the slot.
+        saved: the codec that it was made by, in words; None in states from before that was kept.
+        here: the codec that would go on with it.
+        tensors: of the message.
+    """
+    if saved is None:
+        log.warning("the state does not tell by which codec its %s was made; it is taken for that of %r", name, here)
+    elif saved != repr(here):
+        try:
+            theirs = CodecSchedule.of(parse_wire(str(saved)))
+        except ConfigError:
+            theirs = here  # a codec of somebody's own
+        if _domain(theirs, tensors) != _domain(here, tensors):
+            raise CheckpointError(
+                f"the {name} of this state was made by {saved}, whose blocks are others than those of {here!r}: "
+                "go on with that codec"
+            )
+        log.warning("the state was made by %s; from here on the codec is %r", saved, here)
 
 
 def _domain(schedule: CodecSchedule, tensors: Sequence[Tensor]) -> tuple[object, object]:

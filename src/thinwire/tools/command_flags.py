@@ -155,8 +155,8 @@ class PlanFlags:
     tau: int | None = None
     """Steps that messages of streaming-diloco may travel, in place of 1."""
     route: Literal["gather", "owners", "auto"] = "auto"
-    """Messages that the wire cannot average go to all workers (gather), to owners who average them wherever they can (owners), or
-    to owners where that sends fewer bytes (auto)."""
+    """Messages that the wire cannot average go to all workers (gather), to owners who average them wherever they can (owners),
+    or to owners where that sends fewer bytes (auto)."""
     framing: float = GOODPUT
     """The part of the bandwidth that headers of Ethernet, IP and TCP leave for messages."""
     codec_time: str = "0s"

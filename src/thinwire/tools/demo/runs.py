@@ -54,6 +54,7 @@ class Timing:
 def arms_of(steps: int, workers: int) -> list[Arm]:
     """The baseline, then the methods: the same model, weights, batches and decay, each with the learning rate that suits it."""
     H = min(PERIOD, steps)
+    often = f"every {H} steps" if steps > H else "once, at the end"
     job = RunConfig(
         task="gpt-micro", workers=workers, steps=steps, batch=2, lr_warmup=steps // 20, lr_final=0.0, eval_every=4 * PERIOD
     )
@@ -66,7 +67,7 @@ def arms_of(steps: int, workers: int) -> list[Arm]:
         ),
         Arm(
             f"DiLoCo, ternary, H={H}",
-            f"its weights' change, coarsely, every {H} steps" if steps > H else "its weights' change, coarsely, once, at the end",
+            f"its weights' change, coarsely, {often}",
             replace(job, algorithm="coarse-diloco", lr=1.4e-3, settings={"H": H}),
         ),
     ]

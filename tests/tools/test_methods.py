@@ -16,6 +16,7 @@ from thinwire import MTDAO, Chain, DataParallel, DecoupledDiLoCo, DeMo, Link, So
 from thinwire.errors import ConfigError
 from thinwire.tools.build import optimizer_of, task_of
 from thinwire.tools.cli import main
+from thinwire.tools.command_flags import TrainFlags
 from thinwire.tools.config import RunConfig, check_same_run, presets, read_run_toml, write_run_toml
 from thinwire.tools.flags import parse_run
 from thinwire.tools.train import Progress, Trainer
@@ -60,6 +61,15 @@ def test_settings_that_are_pairs_survive_run_toml(tmp_path: Path) -> None:
     again = read_run_toml(tmp_path / "run.toml")
     check_same_run(tmp_path, again, config)
     assert made("demo", settings=again.settings).param_groups[0]["betas"] == [0.8, 0.9]
+
+
+@pytest.mark.parametrize("algorithm", ["demo", "coarse-diloco", "mt-dao", "lordo"])
+def test_flags_begin_with_the_settings_of_a_run_that_is_resumed(algorithm: str, tmp_path: Path) -> None:
+    begun, _ = parse_run("train", ["--algorithm", algorithm], TrainFlags)
+    write_run_toml(tmp_path / "run.toml", begun)
+    again, _ = parse_run("train", ["--resume"], TrainFlags, saved=read_run_toml(tmp_path / "run.toml"))
+    assert again.settings == begun.settings
+    check_same_run(tmp_path, begun, again)
 
 
 @pytest.mark.parametrize("wrong", [{"beta": 1.5}, {"phi": "tanh"}, {"over": "all"}, {"inflow": "none"}, {"betas": [0.9, 1.0]}])

@@ -31,7 +31,8 @@ def settings_class(cls: type[Algorithm], fixed: Mapping[str, Any]) -> type:
         kind = _flag_type(types.get(name) or typing.get_type_hints(Policy)[name])
         if kind is not None:
             annotated = Annotated[kind, tyro.conf.arg(help=_for_a_flag(described.get(name, "")))]
-            made.append((name, annotated, field(default=fixed.get(name, default))))
+            given = fixed.get(name, default)  # of a run.toml lists, which a dataclass refuses as defaults
+            made.append((name, annotated, field(default=tuple(given) if isinstance(given, list) else given)))
     rare = {"rare": frozenset({"offload", "moment", *(f.name for f in fields(Policy))})}  # only `--help-all` shows them
     return make_dataclass(f"{cls.__name__}Settings", made, frozen=True, kw_only=True, namespace=rare)
 

@@ -175,7 +175,9 @@ def state_by(codec: Codec | CodecSchedule) -> dict[str, Any]:
     return opt.state_dict()
 
 
-def test_a_state_in_other_blocks_is_refused_and_another_codec_of_the_same_blocks_is_told(caplog: pytest.LogCaptureFixture):
+def test_a_state_in_other_blocks_is_refused_and_another_codec_of_the_same_blocks_is_told(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+):
     k = {k: DCT(64) >> TopK(k) >> Sign() for k in (64, 32, 128)}
 
     def load(state: dict[str, Any], codec: Codec) -> DeMo:
@@ -191,6 +193,12 @@ def test_a_state_in_other_blocks_is_refused_and_another_codec_of_the_same_blocks
     again = load(state_by(k[64]), k[32])
     assert "the state was made by DCT(64) >> TopK(64) >> Sign(); from here on the codec is" in caplog.text
     assert "TopK(32)" in str(again.state_dict()["param_groups"][0]["_coded_by"]), "what is saved next is of the new codec"
+    whole = torch.nn.Linear(64, 64)
+    checkpoint.save(tmp_path, whole, DeMo(whole.parameters(), SoloLink(), codec=k[64]), SoloLink())
+    resumed = checkpoint.load(
+        checkpoint.finished(tmp_path)[-1], whole, DeMo(whole.parameters(), SoloLink(), codec=k[32]), SoloLink()
+    )
+    assert [note.partition(";")[0] for note in resumed.notes] == ["the state was made by DCT(64) >> TopK(64) >> Sign()"]
     older = state_by(k[64])
     del older["param_groups"][0]["_coded_by"]
     load(older, k[64])

@@ -51,6 +51,7 @@ from thinwire.checkpoint.resize import (
 from thinwire.core.buffers import check_statistics
 from thinwire.core.optimizer import Algorithm
 from thinwire.core.phases import Phases, at_work
+from thinwire.core.slots import other_codec
 from thinwire.core.state_layout import check_state, state_layout
 from thinwire.errors import CheckpointError
 from thinwire.links.base import Link
@@ -210,7 +211,8 @@ def load(path: Path, model: nn.Module, optimizer: Algorithm | Phases, link: Link
     extra = {k.removeprefix("extra/"): float(v) for k, v in got.parts.items() if k.startswith("extra/")}
     if got.route:
         log.warning("%s", got.route)
-    return Resumed(step=got.description.step, extra=extra, notes=[*got.notes, got.route] if got.route else got.notes)
+    changed = [got.route, other_codec(at_work(optimizer), got.description.groups[0])]
+    return Resumed(step=got.description.step, extra=extra, notes=[*got.notes, *filter(None, changed)])
 
 
 # --- Writing ---------------------------------------------------------------------------------------------------------------

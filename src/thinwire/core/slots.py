@@ -269,8 +269,8 @@ class SlotOptimizer(Offloading, Optimizer):
                 if state[index][name].shape != mine.shape:
                     shapes = f"{tuple(state[index][name].shape)}, here it has {tuple(mine.shape)}"
                     raise CheckpointError(f"{name!r} of tensor {index} has shape {shapes}")
-        if (names := coded_slots(self)) and self._active:
-            _check_domain(names[0], groups[0].get(CODED_BY), self.codecs, self.params())
+        if note := other_codec(self, groups[0]):
+            log.warning("%s", note)
         return state
 
     def _load_groups(self, state: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:  # noqa: ARG002
@@ -306,28 +306,31 @@ def coded_slots(optimizer: SlotOptimizer) -> list[str]:
     return [name for name, start in optimizer._slots.items() if start == "coded"]
 
 
-def _check_domain(name: str, saved: object, here: CodecSchedule, tensors: Sequence[Tensor]) -> None:
-    """Refuse a slot that is in the domain of another codec, and say where another one goes on with it.
+def other_codec(optimizer: SlotOptimizer, group: Mapping[str, Any]) -> str:
+    """What to say where a state's coded slots were made by another codec than the optimizer's; empty where they were not.
 
     Args:
-        name: of the slot.
-        saved: the codec that it was made by, in words; None in states from before that was kept.
-        here: the codec that would go on with it.
-        tensors: of the message.
+        optimizer: that would go on with them.
+        group: the first parameter group of the state.
+
+    Raises:
+        CheckpointError: they are in the domain of another codec.
     """
-    if saved is None:
-        log.warning("the state does not tell by which codec its %s was made; it is taken for that of %r", name, here)
-    elif saved != repr(here):
-        try:
-            theirs = CodecSchedule.of(parse_wire(str(saved)))
-        except ConfigError:
-            theirs = here  # a codec of somebody's own
-        if _domain(theirs, tensors) != _domain(here, tensors):
-            raise CheckpointError(
-                f"the {name} of this state was made by {saved}, whose blocks are others than those of {here!r}: "
-                "go on with that codec"
-            )
-        log.warning("the state was made by %s; from here on the codec is %r", saved, here)
+    names, here, saved = coded_slots(optimizer), optimizer.codecs, group.get(CODED_BY)
+    if not names or not optimizer._active or saved == repr(here):
+        return ""
+    if saved is None:  # from before it was kept
+        return f"the state does not tell by which codec its {names[0]} was made; it is taken for that of {here!r}"
+    try:
+        theirs = CodecSchedule.of(parse_wire(str(saved)))
+    except ConfigError:
+        theirs = here  # a codec of somebody's own
+    if _domain(theirs, optimizer.params()) != _domain(here, optimizer.params()):
+        raise CheckpointError(
+            f"the {names[0]} of this state was made by {saved}, whose blocks are others than those of {here!r}: "
+            "go on with that codec"
+        )
+    return f"the state was made by {saved}; from here on the codec is {here!r}"
 
 
 def _domain(schedule: CodecSchedule, tensors: Sequence[Tensor]) -> tuple[object, object]:

@@ -29,8 +29,8 @@ def compared(name: str) -> Comparison:
     """The runs of a file of records side by side; they are of one job."""
     path = RECORDS / f"{name}.jsonl"
     if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in MATRIX.glob("*.txt")))
-        raise SystemExit(f"there are no records {path.name}: those of a comparison are called as its file in matrix/: {known}")
+        known = ", ".join(sorted(p.stem for p in RECORDS.glob("*.jsonl")))
+        raise SystemExit(f"there are no records {path.name}: there are {known}")
     return _compared(path, path.stat().st_mtime_ns)
 
 
@@ -60,7 +60,7 @@ def table(name: str) -> str:
         cells = [
             arm.name,
             f"{arm.first.config.lr:g}",
-            str(arm.first.tried),
+            str(arm.first.tried or "given"),  # by whoever wrote the file of methods
             f"{arm.loss.mean:.3f}",
             "" if arm is found.baseline else difference(name, arm.name, found.baseline.name),
             "" if arm is found.baseline else interval(name, arm.name, found.baseline.name),
@@ -87,7 +87,7 @@ def how(name: str) -> str:
 
 
 def command(name: str) -> str:
-    """Makes what is missing of the records, which is nothing as they are."""
+    """Makes what is missing of the records."""
     file, _, batch = name.partition("-") if name in _SWEPT else (name, "", "")
     words = ["thinwire", "compare", f"@benchmarks/matrix/{file}.txt", *(["--batch", batch] if batch else [])]
     return shlex.join([*words, "--records", f"benchmarks/records/{name}.jsonl"])
@@ -104,18 +104,24 @@ def command_in(path: Path) -> str:
 
 
 def swept() -> str:
-    """Loss of each arm of the sweep against the better baseline, batch by batch."""
-    heads = [f"{batch} sequences" for batch in SWEEP]
-    lines = [f"| method | {' | '.join(heads)} |", f"|---{'|---:' * len(SWEEP)}|"]
+    """Loss of each arm of the sweep against the better baseline, batch by batch, with the rate of each; rounds and bytes."""
+    heads = ["method", *(f"{batch} sequences" for batch in SWEEP), "rounds", "fewer, 4 workers", "fewer, 8 workers"]
+    lines = [f"| {' | '.join(heads)} |", f"|---{'|---:' * (len(heads) - 1)}|"]
     baselines = [_better_baseline(name) for name in _SWEPT]
-    shown = [f"{arm.loss.mean:.3f} (lr {arm.first.config.lr:g})" for arm in baselines]
-    lines.append(f"| {baselines[0].name.partition(',')[0]}, loss | {' | '.join(shown)} |")
-    for arm in _others():
-        cells = [difference(name, arm, baseline.name) for name, baseline in zip(_SWEPT, baselines, strict=True)]
-        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    for nth, arm in enumerate([baselines[0].name.partition(",")[0], *_others()]):
+        found = [arm_of(name, arm) if nth else baseline for name, baseline in zip(_SWEPT, baselines, strict=True)]
+        losses = [
+            difference(name, arm, baseline.name) if nth else f"{baseline.loss.mean:.3f}"
+            for name, baseline in zip(_SWEPT, baselines, strict=True)
+        ]
+        rates = [f"{one} (lr {of.first.config.lr:g})" for one, of in zip(losses, found, strict=True)]
+        rounds = found[0].sample("rounds")
+        sent = [_times(found[0].fewer), _times(found[0].fewer_among(8))]
+        lines.append(f"| {' | '.join([arm, *rates, '' if rounds is None else f'{rounds.mean:.0f}', *sent])} |")
     commands = "; ".join(f"`{command(name)}`" for name in _SWEPT)
-    seeds = ", ".join(str(len(arm.records)) for arm in baselines)
-    return "\n".join(lines) + f"\n\n*Simulated: 4 workers in one process; {seeds} seeds; {commands}.*"
+    seeds = sorted({len(arm.records) for arm in baselines})
+    told = " or ".join(map(str, seeds))
+    return "\n".join(lines) + f"\n\n*Simulated: 4 workers in one process; {told} seeds each; {commands}.*"
 
 
 def _better_baseline(name: str) -> Arm:
@@ -155,12 +161,18 @@ def accuracy(name: str, arm: str, other: str) -> str:
     """By how many points the accuracy of an arm is above another's, paired by seed: mean and standard error."""
     mine, its = ({r.config.seed: r.figures["val_accuracy"] for r in arm_of(name, one).records} for one in (arm, other))
     points = [100 * (mine[seed] - its[seed]) for seed in sorted(mine.keys() & its.keys())]
+    if len(points) < 2:
+        raise SystemExit(f"records {name}: {arm!r} and {other!r} have {len(points)} seeds in common, and an error needs two")
     return f"{statistics.mean(points):+.1f} ± {statistics.stdev(points) / math.sqrt(len(points)):.1f} points"
 
 
 def closed(name: str, arm: str, low: str, high: str) -> str:
-    """Which part of the gap between two others an arm closes, of means over the seeds."""
-    mine, worst, best = (arm_of(name, one).loss.mean for one in (arm, low, high))
+    """Which part of the gap between two others an arm closes, of means over the seeds that all three have."""
+    losses = [{record.config.seed: record.loss for record in arm_of(name, one).records} for one in (arm, low, high)]
+    seeds = set.intersection(*(set(of) for of in losses))
+    if not seeds:
+        raise SystemExit(f"records {name}: {arm!r}, {low!r} and {high!r} have no seed in common")
+    mine, worst, best = (statistics.fmean(of[seed] for seed in sorted(seeds)) for of in losses)
     return f"{100 * (worst - mine) / (worst - best):.0f}%"
 
 
@@ -192,7 +204,8 @@ def draw(name: str, *, show: Callable[[Arm], float | None], label: str, file: st
     points = []
     for arm in compared(name).arms:
         x, losses = show(arm), arm.loss.values
-        if x is None or not arm.loss.finite:
+        at_other_rate = arm.name.startswith(f"{compared(name).baseline.name}, ")
+        if x is None or not arm.loss.finite or at_other_rate:
             continue
         _, color, marker = FAMILIES.get(arm.first.config.algorithm, ("", "tab:purple", "^"))
         low, high = arm.loss.mean - min(losses), max(losses) - arm.loss.mean
@@ -223,7 +236,8 @@ def draw_sweep() -> Path:
         _, color, marker = FAMILIES.get(found[0].first.config.algorithm, ("", "tab:purple", "^"))
         losses = [math.nan if (percent := at.against(one)) is None else percent for at, one in zip(here, found, strict=True)]
         errors = [at.error(one) or 0.0 for at, one in zip(here, found, strict=True)]
-        axes.errorbar(SWEEP, losses, yerr=errors, color=color, marker=marker, capsize=3, label=name)
+        line = "--" if found[0].first.config.algorithm == "local-adam" else "-"  # of the family and colour of MT-DAO
+        axes.errorbar(SWEEP, losses, yerr=errors, color=color, marker=marker, linestyle=line, capsize=3, label=name)
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set(xscale="log", ylabel=f"loss against {here[0].baseline.name.partition(',')[0]}, %")
     axes.set_xlabel(f"sequences of 64 bytes per worker and step ({here[0].title.split(',')[0]}, 256 steps, simulated)")

@@ -12,14 +12,19 @@ from typing import Any
 from benchmarks.decayed import arm_of, compared
 
 FILE = Path(__file__).parent.parent / "src" / "thinwire" / "tools" / "losses.json"
-RECORDS = "pico"
-ARMS = {  # by method of the plan, and by its H or k
-    "demo": {32: "DeMo k=32", 128: "DeMo k=128"},
-    "local-adam": {32: "Local Adam K=32"},
-    "mt-dao": {32: "MT-DAO K=32"},
-    "diloco": {32: "DiLoCo H=32"},
-    "diloco ternary": {32: "DiLoCo ternary H=32"},
-    "decoupled-diloco": {32: "decoupled DiLoCo k=128 H=32"},
+ARMS: dict[str, dict[int, tuple[str, str]]] = {  # by method of the plan and by its H or k: the records, and the arm in them
+    "demo": {
+        16: ("demo", "k=256 until 32, then 16, lr 2.83e-3"),
+        32: ("demo", "k=256 until 32, then 32"),
+        64: ("demo", "k=256 until 32, then 64"),
+        128: ("demo", "k=256 until 32, then 128"),
+    },
+    "demo delayed": {32: ("demo", "k=256 until 32, then 32, delayed")},
+    "local-adam": {32: ("pico", "Local Adam K=32")},
+    "mt-dao": {32: ("pico", "MT-DAO K=32")},
+    "diloco": {16: ("coarse", "DiLoCo H=16, mu 0.5"), 32: ("pico", "DiLoCo H=32")},
+    "diloco ternary": {16: ("coarse", "DiLoCo ternary H=16, mu 0.5"), 32: ("pico", "DiLoCo ternary H=32")},
+    "decoupled-diloco": {32: ("pico", "decoupled DiLoCo k=128 H=32")},
 }
 # Percent of loss that longer periods cost on top of H = 32, as published: 0.8% from H = 30 to 100 (Streaming DiLoCo, table 5),
 # 2.9% of the perplexity from 50 to 1000 (DiLoCo, section 3).
@@ -28,23 +33,33 @@ PUBLISHED = {"diloco": {100: 0.8, 1000: 1.4}}
 
 def losses() -> dict[str, Any]:
     """What the file has: entries of [H or k, percent], ascending, and where they are from."""
-    found = compared(RECORDS)
     measured: dict[str, list[list[float]]] = {"ddp": [[1, 0.0]]}
     for method, arms in ARMS.items():
-        entries = [[value, round(_percent(name), 1)] for value, name in arms.items()]
+        entries = [[value, round(_percent(*arm), 1)] for value, arm in arms.items()]
         entries += [[value, round(entries[-1][1] + more, 1)] for value, more in PUBLISHED.get(method, {}).items()]
         measured[method] = entries
-    base = found.baseline
-    about = f"{found.title}, from scratch, {base.first.config.lr_schedule}, {len(base.records)} seeds, simulated"
-    return {"about": about, "losses": measured}
+    return {"about": _about(), "losses": measured}
 
 
-def _percent(name: str) -> float:
-    found = compared(RECORDS)
-    percent = found.against(arm_of(RECORDS, name))
+def _percent(records: str, name: str) -> float:
+    found = compared(records)
+    percent = found.against(arm_of(records, name))
     if percent is None:
-        raise SystemExit(f"{name!r} of the records {RECORDS} diverged, or has no seed of the baseline")
+        raise SystemExit(f"{name!r} of the records {records} diverged, or has no seed of the baseline")
     return percent
+
+
+def _about() -> str:
+    """The runs that all losses are from: they must be of one protocol, with the same baseline."""
+    told = set()
+    for records in {records for arms in ARMS.values() for records, _ in arms.values()}:
+        base = compared(records).baseline
+        schedule, rate = base.first.config.lr_schedule, base.first.config.lr
+        told.add((compared(records).title, schedule, rate, len(base.records)))
+    if len(told) > 1:
+        raise SystemExit(f"the losses of the plan must be of one protocol, got {sorted(told)}")
+    ((title, schedule, _, seeds),) = told
+    return f"{title}, from scratch, {schedule}, {seeds} seeds, simulated"
 
 
 def text() -> str:

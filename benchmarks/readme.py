@@ -12,37 +12,65 @@ from benchmarks import decayed
 README = Path(__file__).parent.parent / "README.md"
 
 
-RECORDS = "pico"
+TOKENS = "nano"  # records of decayed runs on tokens; those on bytes are named beside each arm
 
 
 class Row(NamedTuple):
-    """A method of the README's table: when to take it, and the arm of the records that says what it gives."""
+    """A method of the README's table: when to take it, and the arms of the records that say what it gives."""
 
     method: str
     when: str
-    arm: str
+    records: str
+    on_bytes: str
+    on_tokens: str
 
 
-HEAD = "| method | take it when | loss against AdamW-DDP | fewer bytes sent | rounds |\n|---|---|---:|---:|---:|"
+HEAD = (
+    "| method | take it when | loss, text as bytes (0.1M) | loss, BPE tokens (1M) | fewer bytes sent | rounds per step |\n"
+    "|---|---|---:|---:|---:|---:|"
+)
+ADAMW, K128, START, DILOCO, TERNARY = (
+    "AdamW-DDP",
+    "DeMo k=128",
+    "DeMo k=256 until 32, then 64",
+    "DiLoCo H=32",
+    "DiLoCo ternary H=32",
+)
 METHODS = (
-    Row("`DataParallel`", "the link is fast: a round takes much less time than a step", "AdamW-DDP"),
-    Row("`DeMo`, 1-bit", "the link is thin and workers can exchange at every step", "DeMo k=256 until 32, then 32"),
-    Row("`DiLoCo`, H=32", "rounds should be rare, messages may be as long as the model", "DiLoCo H=32"),
-    Row("`DecoupledDiLoCo`, H=32, three values", "rounds should be rare and messages short", "DiLoCo ternary H=32"),
-    Row("`MTDAO`, every 32 steps", "Adam inside, rounds rare, each state at its own period", "MT-DAO K=32"),
+    Row("`DataParallel`", "the link is fast: a round takes much less time than a step", "demo", ADAMW, ADAMW),
+    Row("`DeMo`", "the link is thin and workers can exchange at every step", "demo", START.removeprefix("DeMo "), START),
+    Row("`DeMo`, k=128 throughout", "the same, in short runs", "demo", K128.removeprefix("DeMo "), K128),
+    Row("`DiLoCo`, H=32", "rounds should be rare, messages may be as long as the model", "pico", DILOCO, DILOCO),
+    Row("`DecoupledDiLoCo.coarse`, H=32", "rounds should be rare and messages short", "pico", TERNARY, TERNARY),
+    Row(
+        "`MTDAO`, every 32 steps",
+        "Adam inside, rounds rare, each state at its own period",
+        "mt-dao",
+        "MT-DAO K=32 after DeMo",
+        "MT-DAO K=32 after DeMo",
+    ),
 )
 
 
 def methods_table() -> str:
     """Each method beside AdamW-DDP, from runs whose learning rate decays to zero, in Markdown."""
-    base, lines = decayed.compared(RECORDS).baseline, [HEAD]
+    lines = [HEAD]
     for row in METHODS:
-        arm = decayed.arm_of(RECORDS, row.arm)
-        loss = f"{arm.loss.mean:.3f}" if arm is base else decayed.difference(RECORDS, row.arm, base.name)
+        arm = decayed.arm_of(row.records, row.on_bytes)
         rounds = arm.sample("rounds")
         assert rounds is not None and arm.fewer is not None
-        lines.append(f"| {row.method} | {row.when} | {loss} | {show_ratio(arm.fewer)} | {rounds.mean:.0f} |")
+        rounds_alone = rounds.mean - arm.first.config.warm_start  # a start is one round per step
+        period = round((arm.first.config.steps - arm.first.config.warm_start) / rounds_alone)
+        often = "1" if period == 1 else f"1/{period}"
+        losses = f"{_loss(row.records, row.on_bytes)} | {_loss(TOKENS, row.on_tokens)}"
+        lines.append(f"| {row.method} | {row.when} | {losses} | {show_ratio(arm.fewer)} | {often} |")
     return "\n".join(lines)
+
+
+def _loss(name: str, arm: str) -> str:
+    """The baseline's loss, and how far others are from it."""
+    base = decayed.compared(name).baseline
+    return f"{base.loss.mean:.3f}" if arm == base.name else decayed.difference(name, arm, base.name)
 
 
 TABLES: dict[str, Callable[[], str]] = {"methods": methods_table}

@@ -44,11 +44,18 @@ ROWS = {
 }
 DECAYED = {  # of the tables of decayed runs, by the name of their records
     "pico": "DeMo k=256 until 32, then 32",
+    "demo": "k=256 until 32, then 64",
+    "start": "DiLoCo ternary H=32 after DDP",
     "coarse": "DiLoCo ternary H=8",
-    "mt-dao": "MT-DAO, parameters every 2 in three values",
+    "coarse-chosen": "ternary H=16",
+    "coarse-tried": "2-bit",
+    "mt-dao": "MT-DAO, parameters every 2 in three values, lr 4e-3",
+    "lordo-pico": "LoRDO, gradient, v, lives",
+    "sweep-4": "Local Adam K=16",
     "cnn": "DeMo 6% until 25, then 1%",
     "nano": "AdamW-DDP",
 }
+TOO_LONG = ("nano-long", "small")  # 4 minutes and more for a run
 LAB = ("DeMo k=32", "100mbit")  # of the table of times on shaped links
 
 

@@ -1,4 +1,4 @@
-"""docs/scaling.md from its text in benchmarks/scaling.md: `python -m benchmarks.scaling`.
+"""docs/scaling.md from its text in benchmarks/scaling.md, and its figure: `python -m benchmarks.scaling`.
 
 What stands between double braces in the text is filled in from the records.
 
@@ -8,6 +8,8 @@ What stands between double braces in the text is filled in from the records.
     {{ loss-commands BASE / OTHER }}   what made that table
     {{ arms NAME }}                all arms of a file of matrix/, or that it was not run yet
     {{ command NAME }}             of that file: what stands in its remarks
+    {{ apart NAME / ARM / OTHER }}     by how much the loss of one of them is above another's, paired by seed, with its error
+    {{ interval NAME / ARM / OTHER }}  where that is with 95% confidence
     {{ back }}                     what owners send back
     {{ mean }}                     what the mean of many 1-bit messages looks like
     {{ left WORKERS / CODEC }}     of that table: what a codec leaves out
@@ -32,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from benchmarks.decayed import MATRIX, command_in
+from benchmarks.decayed import MATRIX, command_in, difference, interval
 from thinwire.network import show_bytes
 from thinwire.tools.records import read_records
 from thinwire.tools.report.comparison import comparisons
@@ -136,7 +138,7 @@ def _arms(name: str) -> str:
         against, error, sent = found.against(arm), found.error(arm), arm.sample("sent")
         off = "" if against is None else f"{against:+.1f}%" if error is None else f"{against:+.1f} ± {error:.1f}%"
         fewer = "" if arm.fewer is None else f"{arm.fewer:.0f}x"
-        row = [arm.name, f"{arm.first.config.lr:g}", str(arm.first.tried), f"{arm.loss.mean:.3f}", off]
+        row = [arm.name, f"{arm.first.config.lr:g}", str(arm.first.tried or "given"), f"{arm.loss.mean:.3f}", off]
         rows.append([*row, "" if sent is None else show_bytes(sent.mean), fewer, str(len(arm.records))])
     head = ["method", "lr", "points tried", "loss", f"against {found.baseline.name}", "sent by the first worker"]
     return table([*head, "fewer than DDP's ring", "seeds"], rows)
@@ -258,6 +260,30 @@ def _world(route: str, workers: str, field: str) -> str:
     return shown.get(field, show_bytes)(row[field])
 
 
+def draw() -> Path:
+    """Time and bytes of a step against the number of workers, by each route."""
+    from benchmarks.figures import FIGURES, mpl, plt
+
+    mpl.rcParams["svg.hashsalt"] = "thinwire"  # the same figure for the same records, byte for byte
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    styles = {"ddp": "ks--", "gather": "C3o-", "owners": "C0o-", "two-level": "C2o-"}
+    for route, style in styles.items():
+        rows = [(workers, row) for (workers, name), row in _of_worlds().items() if name == route]
+        for axes, what in ((left, "seconds"), (right, "sent")):
+            axes.plot([workers for workers, _ in rows], [row[what] for _, row in rows], style, label=route)
+    left.set(title="seconds of a step, 0.5 of them computing", ylabel="seconds")
+    right.set(title="bytes that leave the first worker", ylabel="bytes per step")
+    for axes in (left, right):
+        axes.set(xscale="log", yscale="log", xlabel="workers (gpt-pico, 100 Mbit/s, 20 ms, simulated)")
+        axes.grid(True, which="both", alpha=0.25)
+        axes.legend(fontsize=8)
+    FIGURES.mkdir(exist_ok=True)
+    path = FIGURES / "scaling.svg"
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+    return path
+
+
 FILL: dict[str, Callable[..., str]] = {
     "bytes": _bytes,
     "growth": _growth,
@@ -266,6 +292,8 @@ FILL: dict[str, Callable[..., str]] = {
     "loss-commands": _loss_commands,
     "arms": _arms,
     "command": lambda name: command_in(MATRIX / f"{name}.txt"),
+    "apart": difference,
+    "interval": interval,
     "back": _back,
     "mean": _mean,
     "left": _of_mean,
@@ -295,3 +323,4 @@ def page() -> str:
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
     print(PAGE)
+    print(draw())

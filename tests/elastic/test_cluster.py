@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -172,6 +173,7 @@ def run_all(threads: list[threading.Thread]) -> None:
 
 def finish(workers: list[Worker]) -> None:
     """Let all end; wherever two were after the same round, they had the same state."""
+    until(lambda: any(w.error for w in workers) or _shared(workers), "a round that two workers know of")
     for worker in workers:
         worker.finish = True
     for worker in workers:
@@ -180,14 +182,16 @@ def finish(workers: list[Worker]) -> None:
     check_equal(workers)
 
 
+def _shared(workers: list[Worker]) -> list[int]:
+    """Rounds that at least two workers were after."""
+    counts = Counter(number for worker in workers for number in list(worker.hashes))
+    return [number for number, count in counts.items() if count > 1]
+
+
 def check_equal(workers: list[Worker]) -> None:
-    rounds = set[int]().union(*(worker.hashes for worker in workers))
-    shared = 0
-    for number in rounds:
-        seen = [worker.hashes[number] for worker in workers if number in worker.hashes]
-        assert len(set(seen)) == 1, f"round {number}"
-        shared += len(seen) > 1
-    assert shared, "no round that two workers know of"
+    assert _shared(workers), "no round that two workers know of"
+    for number in _shared(workers):
+        assert len({worker.hashes[number] for worker in workers if number in worker.hashes}) == 1, f"round {number}"
 
 
 @pytest.mark.parametrize("name", ["diloco", "demo"])

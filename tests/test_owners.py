@@ -653,3 +653,21 @@ def test_codecs_whose_owners_would_keep_the_rest_in_different_domains_are_refuse
             codec=thinwire.CodecSchedule(DCT(4) >> TopK(2) >> Sign(), 2, Fp4()),
             route="owners",
         )
+
+
+def test_what_owners_forget_is_the_methods_own_unless_it_is_said() -> None:
+    def kept(link: Link, method: type[thinwire.Algorithm], route: Any) -> float:
+        params = [torch.nn.Parameter(torch.zeros(64, 64))]
+        if method is thinwire.DeMo:
+            opt: Any = thinwire.DeMo(params, link, route=route)
+        else:
+            opt = thinwire.DiLoCo(torch.optim.SGD(params, lr=0.1), link, codec=thinwire.parse_codec("ternary"), route=route)
+        return opt.owners.kept
+
+    for method, route, due in (
+        (thinwire.DeMo, "owners", 0.9),
+        (thinwire.DeMo, Owners(feedback=0.5), 0.5),
+        (thinwire.DeMo, Owners(feedback=1.0), 1.0),
+        (thinwire.DiLoCo, "owners", 1.0),
+    ):
+        assert World(2).run(lambda link, m=method, r=route: kept(link, m, r)) == [due, due]

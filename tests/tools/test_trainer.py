@@ -113,6 +113,9 @@ def test_run_toml_round_trips_every_setting(tmp_path: Path) -> None:
     )
     write_run_toml(tmp_path / "run.toml", config, command="x")
     assert read_run_toml(tmp_path / "run.toml") == config
+    for route, due in (("gather", None), ("owners", 1.0)):  # before methods had a feedback of their own all runs said 1
+        write_run_toml(tmp_path / "run.toml", replace(config, route=route, owner_feedback=1.0))
+        assert read_run_toml(tmp_path / "run.toml").owner_feedback == due
     (tmp_path / "run.toml").write_text("[run\n")
     with pytest.raises(ConfigError, match=r"is not a run.toml of thinwire"):
         read_run_toml(tmp_path / "run.toml")

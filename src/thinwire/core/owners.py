@@ -246,7 +246,7 @@ class Owned(Exchange):
             for old, s in zip(self.owed[part.here], shapes, strict=True)
         ]
         news = [
-            torch.zeros(shape, device=device) if old is None else old * self.settings.feedback
+            torch.zeros(shape, device=device) if old is None else old * self.settings.kept
             for old, shape in zip(olds, shapes, strict=True)
         ]
         return news, olds

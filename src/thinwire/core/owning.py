@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -32,10 +33,12 @@ class OwningOptimizer(JoiningOptimizer):
 
     Attributes:
         owners: the settings of owners; None where messages are gathered, or averaged on the wire.
+        owners_keep: the part of what they left out that owners add later, where nothing else is said.
         unowned: why owners cannot average what this method sends, set before the constructor of the base; empty where they can.
     """
 
     owners: Owners | None = None
+    owners_keep: ClassVar[float] = 1.0
     unowned: str = ""
     mean: Mean = PLAIN
     in_pairs: ClassVar[bool] = False
@@ -58,6 +61,7 @@ class OwningOptimizer(JoiningOptimizer):
         if route == "gather":
             return
         owners = route if isinstance(route, Owners) else Owners()
+        owners = replace(owners, feedback=self.owners_keep if owners.feedback is None else owners.feedback)
         if route != "auto":
             self._check_link()
         if not self.unowned and all(codec.linear for codec in self.sent_whole()[0]):

@@ -29,11 +29,11 @@ class Owners:
     Args:
         back: what owners send; by default four times the entries that they get of a block, in the same values. It must have the
             same transform.
-        feedback: the part of what an owner left out that it adds in the next round, from 0 to 1.
+        feedback: the part of what an owner left out that it adds in the next round, from 0 to 1; by default the method's own.
     """
 
     back: Codec | None = None
-    feedback: float = 1.0
+    feedback: float | None = None
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -41,8 +41,13 @@ class Owners:
             raise ConfigError(
                 f"what owners send back must be a chain such as DCT(64) >> TopK(128) >> Sign(), got {self.back!r}"
             )
-        if not 0 <= self.feedback <= 1:
+        if self.feedback is not None and not 0 <= self.feedback <= 1:
             raise ConfigError(f"the feedback of owners must be from 0 to 1, got {self.feedback!r}")
+
+    @property
+    def kept(self) -> float:
+        """The part of what an owner left out that it adds in the next round; all of it where nothing was said."""
+        return 1.0 if self.feedback is None else self.feedback
 
     def back_of(self, chain: Chain) -> Chain:
         """What owners send where workers send by this chain. Values that are sent as they are go back so too."""
@@ -86,7 +91,7 @@ def chains_of(codec: Codec, tensors: Sequence[Any]) -> list[tuple[Chain, int]]:
 def keeps_rest(owners: Owners, codec: Codec) -> bool:
     """Whether owners keep what a codec leaves out of means: not of plain floats, whose rounding errors do not add up."""
     ((chain, _),) = chains_of(codec, ())
-    return owners.feedback > 0 and not chain.linear
+    return owners.kept > 0 and not chain.linear
 
 
 def sent_nbytes(nbytes: int, *, weighted: bool = False) -> int:

@@ -7,7 +7,7 @@ import math
 import platform
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -126,8 +126,8 @@ class RunConfig:
     so that bytes do not grow with the workers (owners); or whichever sends fewer bytes (auto)."""
     back: str | None = None
     """What owners send, a chain with the transform of --wire; by default four times the entries that they get of a block."""
-    owner_feedback: float = 1.0
-    """The part of what an owner has left out that it adds in the next round."""
+    owner_feedback: float | None = None
+    """The part of what an owner has left out that it adds in the next round; by default 0.9 with demo, and 1 with others."""
     val_windows: int | None = None
     """Of gpt tasks: windows of validation text; by default 64."""
     val_part: Literal["all", "tuning", "claim"] = "all"
@@ -154,7 +154,7 @@ class RunConfig:
             )
         if self.warm_wire is not None and self.warm_by != "demo":
             raise ConfigError(f"warm-wire is what demo sends in a warm start: give --warm-by demo, got {self.warm_wire!r}")
-        if (self.back is not None or self.owner_feedback != 1.0) and self.route != "owners":
+        if (self.back is not None or self.owner_feedback is not None) and self.route != "owners":
             raise ConfigError(f"back and owner-feedback are of owners: give --route owners, got --route {self.route}")
         check_lr_schedule(self.lr_schedule, warmup=self.lr_warmup, final=self.lr_final, decay=self.lr_decay)
         for name in ("eval_every", "seed", "warm_start", "qh_warmup"):
@@ -273,14 +273,21 @@ def _toml(value: object) -> str:
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+def config_of(values: Mapping[str, Any]) -> RunConfig:
+    """The config of a run as JSON and TOML give it back: lists are tuples, and what is not known is left out."""
+    known = {f.name for f in fields(RunConfig)}
+    plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in known}
+    if plain.get("route", "gather") != "owners":
+        plain.pop("owner_feedback", None)  # 1 in all runs from before methods had their own
+    return RunConfig(**plain)
+
+
 def read_run_toml(path: Path) -> RunConfig:
     """The config of an earlier run."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
-        known = {f.name for f in fields(RunConfig)}
         tables["run"].setdefault("clip_norm", 0.0)  # of a run from before there was such a setting
-        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in tables["run"].items() if k in known}
-        return replace(RunConfig(**given), settings=tables["settings"])
+        return config_of({**tables["run"], "settings": tables["settings"]})
     except (OSError, KeyError, TypeError, tomllib.TOMLDecodeError) as cause:
         raise ConfigError(f"{path} is not a run.toml of thinwire: {cause}") from cause
 

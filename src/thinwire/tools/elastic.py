@@ -23,7 +23,7 @@ from thinwire.links.join import TCP, join, open_cluster, open_run
 from thinwire.network import parse_duration
 from thinwire.tasks.task import Task
 from thinwire.tools.build import clips_itself, device_of, optimizer_of, task_of
-from thinwire.tools.config import Device, RunConfig, new_folder, write_run_toml
+from thinwire.tools.config import Device, RunConfig, config_of, new_folder, write_run_toml
 from thinwire.tools.display import Display, MetricsFile
 from thinwire.tools.summary import keep_result, show_figures, summarise
 from thinwire.tools.train import Progress, Watcher
@@ -133,8 +133,7 @@ def config_of_run(train: dict[str, Any], **mine: Any) -> RunConfig:
         what = f"unknown settings: {unknown}" if unknown else "no settings: its workers bring their own loop (thinwire.join)"
         raise ConfigError(f"this run cannot be joined by `thinwire train`: it has {what}")
     try:
-        given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in train.items()}
-        config = replace(RunConfig(**given), **{name: value for name, value in mine.items() if value is not None})
+        config = replace(config_of(train), **{name: value for name, value in mine.items() if value is not None})
         config.validate()
     except TypeError as error:
         raise ConfigError(f"the settings of this run are unsound: {error}") from error

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import ConfigError
-from thinwire.tools.config import RunConfig, read_run_toml
+from thinwire.tools.config import RunConfig, config_of, read_run_toml
 
 log = logging.getLogger("thinwire")
 Note = Callable[[str], None]
@@ -254,7 +254,7 @@ def record_from(row: dict[str, Any]) -> Record:
 def _new_record(row: dict[str, Any]) -> Record:
     return Record(
         arm=str(row["arm"]),
-        config=_config(row["config"]),
+        config=config_of(row["config"]),
         command=str(row["command"]),
         place=str(row["place"]),
         figures=dict(row["figures"]),
@@ -279,7 +279,7 @@ def _old_record(row: dict[str, Any]) -> Record:
     }
     return Record(
         arm=row["arm"],
-        config=_config({**same, "workers": workers, "eval_every": 0, **row.get("run", {})}),
+        config=config_of({**same, "workers": workers, "eval_every": 0, **row.get("run", {})}),
         command=row["command"],
         place="simulated",
         figures=figures,
@@ -288,14 +288,6 @@ def _old_record(row: dict[str, Any]) -> Record:
         cores=row.get("cores", 0),
         date=row.get("date", ""),
     )
-
-
-def _config(values: dict[str, Any]) -> RunConfig:
-    known = {f.name for f in fields(RunConfig)}
-    plain: dict[str, Any] = {
-        k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in known and k != "settings"
-    }
-    return RunConfig(**plain, settings=dict(values["settings"]))
 
 
 # --- From anything -------------------------------------------------------------------------------------------------------

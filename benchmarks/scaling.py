@@ -10,6 +10,7 @@ What stands between double braces in the text is filled in from the records.
     {{ command NAME }}             of that file: what stands in its remarks
     {{ apart NAME / ARM / OTHER }}     by how much the loss of one of them is above another's, paired by seed, with its error
     {{ interval NAME / ARM / OTHER }}  where that is with 95% confidence
+    {{ fewer TASK / WORKERS / K }}     how many times fewer bytes than in DDP's ring DeMo sends by owners
     {{ back }}                     what owners send back
     {{ mean }}                     what the mean of many 1-bit messages looks like
     {{ left WORKERS / CODEC }}     of that table: what a codec leaves out
@@ -35,7 +36,10 @@ from typing import Any
 
 from benchmarks import record
 from benchmarks.decayed import MATRIX, command_in, difference, interval
-from thinwire.network import show_bytes
+from thinwire import DCT, Owners, Sign, TopK
+from thinwire.core.route import owned_nbytes
+from thinwire.network import ddp_bytes, show_bytes
+from thinwire.tasks import make_task
 from thinwire.tools.records import read_records
 from thinwire.tools.report.comparison import comparisons
 
@@ -125,6 +129,14 @@ def _loss_commands(base: str, other: str) -> str:
         flags = f"--workers {workers} --batch {batch} --steps {steps} {rate} --seeds {told}"
         lines.append(f"thinwire compare {files} {flags}")
     return "\n".join(lines)
+
+
+def _fewer(task: str, workers: str, k: str) -> str:
+    """How many times fewer bytes than in DDP's ring leave a worker by owners, in the mean; k entries of a block in 1 bit."""
+    params = list(make_task(task).model().parameters())
+    halves = owned_nbytes(Owners(), DCT(64) >> TopK(int(k)) >> Sign(), params, range(len(params)), count := int(workers))
+    sent = statistics.mean(sum(halves.sent(rank)) + count - 1 for rank in range(count))
+    return f"{ddp_bytes(sum(p.numel() for p in params), count) / sent:.0f}x"
 
 
 def _arms(name: str) -> str:
@@ -293,6 +305,7 @@ FILL: dict[str, Callable[..., str]] = {
     "arms": _arms,
     "command": lambda name: command_in(MATRIX / f"{name}.txt"),
     "apart": difference,
+    "fewer": _fewer,
     "interval": interval,
     "back": _back,
     "mean": _mean,

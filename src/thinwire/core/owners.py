@@ -3,7 +3,7 @@
 Each of M workers owns 1/M of the blocks. With messages of N bytes, and means of N' bytes,
 
     every worker sends each owner its part of the message                 N (M-1)/M bytes
-    the owner averages them, adds what it left out before, encodes        m <- mean_i q_i + e;  Q <- C'(m);  e <- m - Q
+    the owner averages them, adds what it left out before, encodes        m <- mean_i q_i + f e;  Q <- C'(m);  e <- m - Q
     the owner sends that to all                                           N' (M-1)/M bytes
     all vote: whether they could read it all, and were valid themselves   M - 1 bytes
 

@@ -15,8 +15,7 @@ codec's transform. With everything sent and alpha = 1 no momentum is left: phi =
 
 On a mesh (`fully_shard` on one axis, the link on the other) every process does so with its shard: FlexDeMo, arXiv 2502.06728.
 
-One step sends what the codec needs for all parameters (`message_nbytes()`) to each of the M - 1 others. Memory: one slot, one
-more to whiten, two more for phi = adam.
+One step sends `message_nbytes()` to each of the M - 1 others. Memory: a slot, one more to whiten, two more for phi = adam.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ DECAYED = {  # of the tables of decayed runs, by the name of their records
     "cnn": "DeMo 6% until 25, then 1%",
     "nano": "AdamW-DDP",
 }
-TOO_LONG = ("nano-long", "small")  # 4 minutes and more for a run
+TOO_LONG = ("nano-long", "nano-start", "small")  # 4 minutes and more for a run
 LAB = ("DeMo k=32", "100mbit")  # of the table of times on shaped links
 
 

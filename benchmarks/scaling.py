@@ -9,6 +9,7 @@ What stands between double braces in the text is filled in from the records.
     {{ arms NAME }}                all arms of a file of matrix/, or that it was not run yet
     {{ command NAME }}             of that file: what stands in its remarks
     {{ apart NAME / ARM / OTHER }}     by how much the loss of one of them is above another's, paired by seed, with its error
+    {{ each NAME / ARM / OTHER }}      the same, seed by seed
     {{ interval NAME / ARM / OTHER }}  where that is with 95% confidence
     {{ fewer TASK / WORKERS / K }}     how many times fewer bytes than in DDP's ring DeMo sends by owners
     {{ back }}                     what owners send back
@@ -35,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from benchmarks.decayed import MATRIX, command_in, difference, interval
+from benchmarks.decayed import MATRIX, arm_of, command_in, difference, interval
 from thinwire import DCT, Owners, Sign, TopK
 from thinwire.core.route import owned_nbytes
 from thinwire.network import ddp_bytes, show_bytes
@@ -129,6 +130,12 @@ def _loss_commands(base: str, other: str) -> str:
         flags = f"--workers {workers} --batch {batch} --steps {steps} {rate} --seeds {told}"
         lines.append(f"thinwire compare {files} {flags}")
     return "\n".join(lines)
+
+
+def _each(name: str, arm: str, other: str) -> str:
+    """The same, seed by seed."""
+    mine, its = ({record.config.seed: record.loss for record in arm_of(name, one).records} for one in (arm, other))
+    return ", ".join(f"{100 * (mine[seed] / its[seed] - 1):+.1f}%" for seed in sorted(mine.keys() & its.keys()))
 
 
 def _fewer(task: str, workers: str, k: str) -> str:
@@ -307,6 +314,7 @@ FILL: dict[str, Callable[..., str]] = {
     "apart": difference,
     "fewer": _fewer,
     "interval": interval,
+    "each": _each,
     "back": _back,
     "mean": _mean,
     "left": _of_mean,

@@ -61,7 +61,7 @@ bench: $(VENV)/.dev ## Speed, bytes and memory as ratios against peers in the sa
 	$(BIN)/python -m benchmarks.fuzz
 	$(BIN)/python -m benchmarks.fuzz_objects
 
-evidence: $(VENV)/.dev ## Run one row of every table of the results anew and say how close it comes (about 15 minutes).
+evidence: $(VENV)/.dev ## Run one row of every table of the results anew and say how close it comes (about 17 minutes).
 	$(BIN)/python -m benchmarks.reproduce
 
 evidence-all: $(VENV)/.dev ## All runs behind the results; goes on where it stopped (hours).

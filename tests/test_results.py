@@ -13,6 +13,7 @@ from benchmarks.arms import PARTS, run_of
 from benchmarks.evidence import best_point, recorded
 from benchmarks.tables import fewer, mean_of, rows_of
 
+from thinwire.errors import MissingData
 from thinwire.tools.advice import METHODS
 from thinwire.tools.flags import parse_run
 
@@ -95,6 +96,15 @@ def test_every_table_of_decayed_runs_has_a_row_to_be_repeated_or_is_named_as_too
     assert shown | swept == {*reproduce.DECAYED, *reproduce.TOO_LONG}
     for name, arm in reproduce.DECAYED.items():
         assert decayed.arm_of(name, arm).records, name
+
+
+def test_a_row_without_its_data_is_left_out_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_one(*_: object) -> None:
+        raise MissingData("fashion needs --data FOLDER")
+
+    monkeypatch.setattr(reproduce.compare, "run_one", run_one)
+    told, close = reproduce.repeat_decayed("cnn")
+    assert close and told == f"decayed cnn, {reproduce.DECAYED['cnn']}: left out: fashion needs --data FOLDER"
 
 
 def test_the_losses_of_the_plan_are_those_of_the_records() -> None:

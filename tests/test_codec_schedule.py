@@ -205,6 +205,18 @@ def test_a_state_in_other_blocks_is_refused_and_another_codec_of_the_same_blocks
     assert "does not tell by which codec its momentum was made" in caplog.text
 
 
+@pytest.mark.parametrize("text", ["(" * 5000, f"fp4 until {'9' * 6000}, fp4", "DCT(64) >> " * 3000 + "Sign()", "-" * 990 + "1"])
+def test_no_text_of_a_file_is_more_than_a_wrong_codec(text: str):
+    with pytest.raises(ConfigError):
+        parse_wire(text)
+    state = state_by(DCT(64) >> TopK(64) >> Sign())
+    state["param_groups"][0]["_coded_by"] = text
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((64, 9), (128, 64))]
+    DeMo(params, SoloLink(), codec=DCT(64) >> TopK(64) >> Sign()).load_state_dict(
+        state
+    )  # told, as of a codec of somebody's own
+
+
 def test_a_codec_that_leaves_its_schedule_decides_alone_again():
     alone, more = DCT(64) >> TopK(64) >> Sign(), DCT(64) >> TopK(32) >> Sign()
     like = [torch.zeros(20, 30)]

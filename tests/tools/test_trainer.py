@@ -146,9 +146,11 @@ def test_what_may_change_between_a_run_and_its_continuation(tmp_path: Path) -> N
         check_same_run(tmp_path, old, RunConfig(steps=10, workers=2, settings={"H": 5}))
     with pytest.raises(ConfigError, match="task was 'gpt-nano', now it is 'quadratic'"):
         check_same_run(tmp_path, old, RunConfig(task="quadratic", settings={"H": 4}))
-    check_same_run(tmp_path, old, replace(old, wire="bf16"))  # what was the default may be named
+    check_same_run(tmp_path, old, replace(old, wire="bf16"), resumed=True)  # what was the default may be named
+    with pytest.raises(ConfigError, match="wire was None, now it is 'bf16'"):  # but a finished run is none of another codec
+        check_same_run(tmp_path, old, replace(old, wire="bf16"))
     with pytest.raises(ConfigError, match="wire was 'bf16', now it is None"):
-        check_same_run(tmp_path, replace(old, wire="bf16"), old)
+        check_same_run(tmp_path, replace(old, wire="bf16"), old, resumed=True)
 
 
 def test_metrics_after_the_resumed_step_are_dropped_and_a_torn_line_too(tmp_path: Path) -> None:

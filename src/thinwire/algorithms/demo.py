@@ -75,7 +75,7 @@ class DeMo(Algorithm):
     takes_schedules = True
     second_moment = ("own_v", "own_count")
     changed_by_sending = ("momentum", "own_v")  # the gradient is in them
-    owners_keep = 0.9  # what is left out of means is old news: docs/scaling.md
+    owners_keep = 0.9  # what is left out of means grows old: docs/scaling.md
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from thinwire.codecs.chain import Chain, Stage
 from thinwire.codecs.text import parse_codec
 from thinwire.errors import ConfigError, check_whole_number
 
+_LONGEST = 1000  # characters of a text, which may come from a file
 _UNTIL = re.compile(r"\s+until\s+(\d+)\s*,\s*")
 
 
@@ -104,6 +105,8 @@ def parse_wire(text: str) -> Codec | CodecSchedule:
     Raises:
         ConfigError: showing what is not understood, and what would be.
     """
+    if len(text) > _LONGEST:
+        raise ConfigError(f"a codec in words has at most {_LONGEST} characters, got {len(text)}: {text[:40]!r} ...")
     words = _UNTIL.split(text)
     if len(words) == 1:
         return parse_codec(text)

@@ -316,7 +316,7 @@ def other_codec(optimizer: SlotOptimizer, group: Mapping[str, Any]) -> str:
     Raises:
         CheckpointError: they are in the domain of another codec.
     """
-    names, here, saved = coded_slots(optimizer), optimizer.codecs, group.get(CODED_BY)
+    names, here, saved = coded_slots(optimizer), optimizer.codecs, group.get(CODED_BY)  # which may be of a damaged file
     if not names or not optimizer._active or saved == repr(here):
         return ""
     if saved is None:  # from before it was kept
@@ -330,7 +330,7 @@ def other_codec(optimizer: SlotOptimizer, group: Mapping[str, Any]) -> str:
             f"the {names[0]} of this state was made by {saved}, whose blocks are others than those of {here!r}: "
             "go on with that codec"
         )
-    return f"the state was made by {saved}; from here on the codec is {here!r}"
+    return f"the state was made by {str(saved)[:200]}; from here on the codec is {here!r}"
 
 
 def _domain(schedule: CodecSchedule, tensors: Sequence[Tensor]) -> tuple[object, object]:

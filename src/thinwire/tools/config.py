@@ -292,10 +292,14 @@ def read_run_toml(path: Path) -> RunConfig:
         raise ConfigError(f"{path} is not a run.toml of thinwire: {cause}") from cause
 
 
-def check_same_run(path: Path, old: RunConfig, new: RunConfig) -> None:
+def check_same_run(path: Path, old: RunConfig, new: RunConfig, *, resumed: bool = False) -> None:
     """Raise a `ConfigError` that names what differs where a folder holds a run of another config.
 
-    A codec may be named where none was: defaults may have changed since, and what a checkpoint was made by is checked with it.
+    Args:
+        path: the folder.
+        old: of the run that it holds.
+        new: that was asked for.
+        resumed: whether that run goes on. Then a codec may be named where none was, since defaults change between versions.
     """
     for key, was in asdict(old).items():
         now = asdict(new)[key]
@@ -304,7 +308,7 @@ def check_same_run(path: Path, old: RunConfig, new: RunConfig) -> None:
             for name in sorted(was_set.keys() | now_set.keys()):
                 if was_set.get(name) != now_set.get(name):
                     _refuse(path, name, was_set.get(name), now_set.get(name))
-        elif key not in MAY_CHANGE and was != now and not (key == "wire" and was is None):
+        elif key not in MAY_CHANGE and was != now and not (resumed and key == "wire" and was is None):
             _refuse(path, key, was, now)
 
 

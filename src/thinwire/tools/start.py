@@ -28,7 +28,7 @@ def claim_folder(config: RunConfig, flags: TrainFlags, *, where: str | None = No
     folder = Path(flags.out or new_folder(f"{config.algorithm}-{config.task}"))
     record = folder / "run.toml"
     if record.exists():
-        check_same_run(folder, read_run_toml(record), config)
+        check_same_run(folder, read_run_toml(record), config, resumed=True)
         if not flags.resume:
             raise ConfigError(f"{folder} already holds this run: add --resume to go on with it, or choose another --out")
     try:

@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import threading
 import time
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,12 +34,13 @@ from benchmarks import record
 from benchmarks.pair import SIZES, gpt_shapes, run_pair
 from benchmarks.thin_wire import run_in
 from thinwire import DCT, Chain, DeMo, Link, Owners, Sign, TopK, World
+from thinwire.codecs.bits import Bytes
 from thinwire.codecs.deal import ShareReceived
 from thinwire.codecs.encoder import encode_share
 from thinwire.codecs.message_plan import plan_for
+from thinwire.codecs.stages import Floats, Row, Values
 from thinwire.codecs.text import parse_codec
 from thinwire.codecs.wire import HEADER_NBYTES
-from thinwire.core.owners import Owned
 from thinwire.core.route import owned_nbytes
 from thinwire.network import Network, ddp_bytes, parse_bandwidth
 from thinwire.sim.memory import SharedMemory
@@ -68,26 +71,35 @@ def rounds(link: Link, route: str, repeats: int) -> dict[str, float]:
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in gpt_shapes(*SIZES[SIZE])]
     opt = DeMo(params, link, codec=DCT(64) >> TopK(K) >> Sign(), route=route)  # type: ignore[arg-type]
     seconds, own, entries = [], [], 0
-    for number in range(repeats + 2):  # the first two make tables and slots
+    for number in range(repeats + 2):  # the first two make tables and slots; in the first, reads are counted
         for p in params:
             p.grad = torch.randn(p.shape, generator=generator)
         began, began_own = time.process_time(), time.thread_time()
-        opt.step()
+        with counted_reads() if number == 0 else nullcontext(Counter()) as reads:
+            opt.step()
         own.append(time.thread_time() - began_own)
         seconds.append(time.process_time() - began)
-        if number == 0 and route == "owners":
-            entries = _entries(opt, link)
+        entries += reads.total()
     times = {"cpu": statistics.median(seconds[2:]), "thread": statistics.median(own[2:])}
     return {**times, "entries": entries, "sent": opt.meter.totals.sent / (repeats + 2)}
 
 
-def _entries(opt: DeMo, link: Link) -> int:
-    """Values that this worker reads in a round, by its plans: as owner of its share from all, and of all owners."""
-    out = opt.message_of((0,))
-    assert out is not None and opt.owners is not None
-    owned = Owned(link, out, owners=opt.owners, **opt.owned(opt.which((0,))), peers=link.peers(), round=1)
-    owned.wait()
-    return owned.entries
+@contextmanager
+def counted_reads() -> Iterator[Counter[int]]:
+    """How many values each thread reads of messages that owners get or send; gathered messages are read in another way."""
+    reads: Counter[int] = Counter()
+    read_all = Values.read_all
+
+    def counted(form: Values, raw: Bytes, row: Row) -> Floats:
+        values = read_all(form, raw, row)
+        reads[threading.get_ident()] += values.size
+        return values
+
+    Values.read_all = counted  # type: ignore[method-assign]
+    try:
+        yield reads
+    finally:
+        Values.read_all = read_all  # type: ignore[method-assign]
 
 
 def sent() -> dict[str, Any]:

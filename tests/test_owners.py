@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.owners import counted_reads
 from torch import Tensor, nn
 
 import thinwire
@@ -172,32 +173,38 @@ def test_weights_count_and_all_zero_is_refused() -> None:
 # --- What it costs -----------------------------------------------------------------------------------------------------------
 
 
-def spent(codec: Any, workers: int, shapes: Sequence[tuple[int, ...]]) -> tuple[list[int], list[int]]:
-    """Bytes that left each worker in a round, by the meter, and entries that it read."""
+def sent_by(codec: Any, workers: int, shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    """Bytes that left each worker in a round, by the meter."""
 
-    def worker(link: Link) -> tuple[int, int]:
+    def worker(link: Link) -> int:
         metered = thinwire.Metered(link)
-        owned, _ = exchange(metered, codec, Owners(), shapes=shapes)
-        return metered.meter.totals.sent, owned.entries
+        exchange(metered, codec, Owners(), shapes=shapes)
+        return metered.meter.totals.sent
 
-    sent, entries = zip(*World(workers).run(worker), strict=True)
-    return list(sent), list(entries)
+    return World(workers).run(worker)
+
+
+def values_read(link: Link, codec: Chain, shapes: Sequence[tuple[int, ...]]) -> int:
+    """How many values this worker reads in a round."""
+    with counted_reads() as reads:
+        exchange(link, codec, Owners(), shapes=shapes)
+    return reads.total()
 
 
 @pytest.mark.parametrize("codec", CHAINS, ids=repr)
 def test_the_meter_counts_what_the_formula_says(codec: Chain) -> None:
     for workers in (2, 5):
-        sent, _ = spent(codec, workers, SHAPES)
+        sent = sent_by(codec, workers, SHAPES)
         halves = owned_nbytes(Owners(), codec, contribution(0), range(len(SHAPES)), workers)
         due = [sum(halves.sent(rank)) + workers - 1 for rank in range(workers)]
         assert sent == due, "with a byte of the vote for each other worker"
 
 
-def test_neither_bytes_nor_entries_grow_with_the_workers() -> None:
-    shapes, codec, entries = [(320, 640), (64,)], CHAINS[0], []
-    for workers in (2, 8, 16):
-        entries.append(max(spent(codec, workers, shapes)[1]))
-    assert max(entries) < 1.05 * min(entries), "shares differ by a block"
+def test_neither_bytes_nor_the_values_that_are_read_grow_with_the_workers(pool: Pool) -> None:
+    shapes, codec = [(320, 640), (64,)], CHAINS[0]
+    read = [max(pool.run(values_read, workers, codec, shapes)) for workers in (2, 4)]
+    assert read[0] == (8 + 32) * 800 + 3 * 64, "of two workers its share, and all means, with four times the entries"
+    assert max(read) < 1.05 * min(read), "shares differ by a block"
     like = contribution(0, shapes)
     sent = {m: sum(owned_nbytes(Owners(), codec, like, [0, 1], m).most_sent()) for m in (16, 64)}
     gathered = {m: (m - 1) * (HEADER_NBYTES + codec.nbytes(like)) for m in (16, 64)}

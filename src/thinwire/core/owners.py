@@ -298,14 +298,6 @@ class Owned(Exchange):
         if unread:
             raise damaged(self.round, unread, len(votes), error)
 
-    @property
-    def entries(self) -> int:
-        """How many values this worker reads in such a round, by its plans: of its share from all workers, and of all owners."""
-        me, workers = self.peers.rank, self.peers.size
-        plans = [plan for part in self.dealt for plan in (part.deal.shares[me].up,) * workers]
-        plans += [share.back for part in self.dealt for share in part.deal.shares]
-        return sum(section.count for plan in plans for section in plan.parts[0].sections)
-
     def commit(self) -> None:
         """Keep what this owner has left out; told when all workers are about to apply the round."""
         for old, new in self.next_owed:

@@ -17,7 +17,7 @@ import thinwire
 from tests.conformance.training import adamw, assert_close, assert_same, snapshot
 from tests.processes import LIMIT, Pool
 from tests.tiers import first_quick
-from thinwire import DCT, All, Float, Fp4, Int8, Link, Owners, RandomK, Sign, Ternary, TopK, TwoBit, World, checkpoint
+from thinwire import DCT, All, Float, Fp4, Int8, Link, Owners, RandomK, Sign, Striding, Ternary, TopK, TwoBit, World, checkpoint
 from thinwire.codecs.chain import Chain
 from thinwire.codecs.deal import Deal, deal_of
 from thinwire.codecs.wire import HEADER_NBYTES
@@ -43,6 +43,7 @@ CHAINS = [
     Chain.of(Fp4()),
     Chain.of(DCT(16) >> TopK(8)),
     Chain.of(DCT(16) >> Int8()),
+    Chain.of(DCT(16) >> Striding(0.2) >> Sign()),
 ]
 
 

@@ -27,6 +27,9 @@ OWNED: dict[str, str] = {"demo": "DCT(4) >> TopK(2) >> Sign()", "decoupled-diloc
 OWNED |= {"diloco": "ternary", "streaming-diloco": "ternary", "mt-dao": "fp4"}
 FIXED |= {f"{name}-by-owners": {"wire": wire, "route": "owners"} for name, wire in OWNED.items()}
 ALGORITHMS |= {f"{name}-by-owners": found()[name] for name in OWNED}
+# Signs of a part of the entries in turn, of a momentum that keeps what was sent.
+FIXED["demo-in-turn-by-owners"] = {"wire": "DCT(4) >> Striding(0.5) >> Sign()", "route": "owners", "alpha": 0.0, "beta": 0.9}
+ALGORITHMS["demo-in-turn-by-owners"] = found()["demo"]
 # LoRDO with projectors that are taken from what its messages hold besides.
 SOURCES: dict[str, dict[str, Any]] = {
     "lordo-gradient": {"source": "gradient", "lives": 4.0},

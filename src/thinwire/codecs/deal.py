@@ -213,7 +213,7 @@ def _room(chain: Chain, group: Group) -> tuple[np.ndarray | None, Floats]:
 def check_dealt(chain: Chain, back: Chain) -> None:
     """Raise a `ConfigError` for codecs whose messages cannot be dealt to owners."""
     for one in (chain, back):
-        if not (one.selection.indexed or one.selection.everything):
+        if not (one.selection.indexed or one.selection.everything or one.selection.alike):
             raise ConfigError(f"owners cannot average {one!r}: which entries it sends depends on the numbers of the blocks")
         if one.transform.changes:
             raise ConfigError(f"owners cannot keep what {one!r} leaves out: its transform is another one in each round")

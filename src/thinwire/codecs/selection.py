@@ -81,6 +81,8 @@ class Striding(Selection, Stage):
     The block is cut into k runs of equal length (up to one), and round r sends entry r mod length of each.
     """
 
+    alike = True
+
     def positions(self, L: int, round: int, start: int, stop: int) -> Indices:
         """The next entry of each run."""
         k = self.count(L)

@@ -81,6 +81,7 @@ class Selection(ABC):
 
     indexed = False  # whether the indices travel with the values
     everything = False  # whether nothing is left out
+    alike = False  # whether all blocks of a size send the same entries in a round, which nothing else decides
     in_kernels = False  # whether it is the selection that the C kernels know
 
     def __post_init__(self) -> None:

@@ -27,8 +27,8 @@ class Owners:
     """Settings of `route="owners"`.
 
     Args:
-        back: what owners send; by default four times the entries that they get of a block, in the same values. It must have the
-            same transform.
+        back: what owners send; by default four times the entries that they get of a block, in the same values, or the same
+            entries with `Striding`. It must have the same transform.
         feedback: the part of what an owner left out that it adds in the next round, from 0 to 1; by default the method's own.
     """
 
@@ -50,8 +50,11 @@ class Owners:
         return 1.0 if self.feedback is None else self.feedback
 
     def back_of(self, chain: Chain) -> Chain:
-        """What owners send where workers send by this chain. Values that are sent as they are go back so too."""
-        if chain.linear or (self.back is None and chain.selection.everything):
+        """What owners send where workers send by this chain. Values that are sent as they are go back so too.
+
+        Where all workers send the same entries in a round, these come back and no others: there is nothing to say of them.
+        """
+        if chain.linear or (self.back is None and (chain.selection.everything or chain.selection.alike)):
             return chain
         if self.back is not None:
             return Chain.of(self.back)

@@ -542,6 +542,8 @@ def test_what_owners_must_not_do_is_a_config_error_with_its_reason() -> None:
     refused("an owner that dies would stall", lambda link: settings_of(link, route="owners"), churn=Churn())
     refused("meet in pairs", lambda link: thinwire.NoLoCo(adamw(net().parameters()), link, route="owners"))
     refused("depends on the numbers of the blocks", lambda link: settings_of(link, route="owners", codec=RandomK(8) >> Sign()))
+    other = Owners(DCT(64) >> Striding(0.5) >> Sign())
+    refused("the entries that they get", lambda link: settings_of(link, route=other, codec=DCT(64) >> Striding(0.2) >> Sign()))
     refused("the transform of what they get", lambda link: settings_of(link, route=Owners(TopK(8) >> Sign())))
     refused("must be one of 'gather', 'owners', 'auto', got 'ring'", lambda link: settings_of(link, route="ring"))
     refused("from 0 to 1, got 2", lambda link: settings_of(link, route=Owners(feedback=2)))

@@ -217,6 +217,10 @@ def check_dealt(chain: Chain, back: Chain) -> None:
             raise ConfigError(f"owners cannot average {one!r}: which entries it sends depends on the numbers of the blocks")
         if one.transform.changes:
             raise ConfigError(f"owners cannot keep what {one!r} leaves out: its transform is another one in each round")
+    if chain.selection.alike and back.selection.alike and back.selection != chain.selection:
+        raise ConfigError(
+            f"what owners send back must be the entries that they get, got {back!r} for {chain!r}: give the same k"
+        )
     if back.transform != chain.transform:
         raise ConfigError(f"what owners send back must have the transform of what they get, got {back!r} for {chain!r}")
 

@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 PYTEST_FULL := $(BIN)/python -m pytest --numprocesses 4 --dist worksteal # slow tests wait a lot
 
-DECAYED := pico demo start lordo-pico coarse coarse-chosen coarse-tried mt-dao cnn owners-start owners-wide owners-default nano nano-start small owners-ddp owners-64 nano-long # files of methods in benchmarks/matrix, shortest first
+DECAYED := pico demo start lordo-pico coarse coarse-chosen coarse-tried mt-dao cnn owners-start owners-wide owners-default nano nano-start small owners-ddp owners-64 owners-in-turn nano-long # files of methods in benchmarks/matrix, shortest first
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick-tests test-full full-tests test-all chaos lint types docs bench evidence evidence-all clean

@@ -99,7 +99,7 @@ def counted_reads() -> Iterator[Counter[int]]:
     try:
         yield reads
     finally:
-        Values.read_all = read_all  # type: ignore[method-assign]
+        Values.read_all = read_all
 
 
 def sent() -> dict[str, Any]:

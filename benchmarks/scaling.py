@@ -11,7 +11,7 @@ What stands between double braces in the text is filled in from the records.
     {{ apart NAME / ARM / OTHER }}     by how much the loss of one of them is above another's, paired by seed, with its error
     {{ each NAME / ARM / OTHER }}      the same, seed by seed
     {{ interval NAME / ARM / OTHER }}  where that is with 95% confidence
-    {{ fewer TASK / WORKERS / K }}     how many times fewer bytes than in DDP's ring DeMo sends by owners
+    {{ fewer NAME / ARM }}         how many times fewer bytes than in DDP's ring an arm with one codec sends by owners
     {{ back }}                     what owners send back
     {{ mean }}                     what the mean of many 1-bit messages looks like
     {{ left WORKERS / CODEC }}     of that table: what a codec leaves out
@@ -37,7 +37,8 @@ from typing import Any
 
 from benchmarks import record
 from benchmarks.decayed import MATRIX, arm_of, command_in, difference, interval
-from thinwire import DCT, Owners, Sign, TopK
+from thinwire import Chain, Owners
+from thinwire.codecs.text import parse_codec
 from thinwire.core.route import owned_nbytes
 from thinwire.network import ddp_bytes, show_bytes
 from thinwire.tasks import make_task
@@ -138,10 +139,14 @@ def _each(name: str, arm: str, other: str) -> str:
     return ", ".join(f"{100 * (mine[seed] / its[seed] - 1):+.1f}%" for seed in sorted(mine.keys() & its.keys()))
 
 
-def _fewer(task: str, workers: str, k: str) -> str:
-    """How many times fewer bytes than in DDP's ring leave a worker by owners, in the mean; k entries of a block in 1 bit."""
-    params = list(make_task(task).model().parameters())
-    halves = owned_nbytes(Owners(), DCT(64) >> TopK(int(k)) >> Sign(), params, range(len(params)), count := int(workers))
+def _fewer(name: str, arm: str) -> str:
+    """How many times fewer bytes than in DDP's ring leave a worker by owners, in the mean over all; of an arm of one codec."""
+    config = arm_of(name, arm).first.config
+    assert config.wire is not None
+    assert config.workers is not None
+    params, count = list(make_task(config.task).model().parameters()), config.workers
+    owners = Owners(None if config.back is None else Chain.of(parse_codec(config.back)))
+    halves = owned_nbytes(owners, parse_codec(config.wire), params, range(len(params)), count)
     sent = statistics.mean(sum(halves.sent(rank)) + count - 1 for rank in range(count))
     return f"{ddp_bytes(sum(p.numel() for p in params), count) / sent:.0f}x"
 

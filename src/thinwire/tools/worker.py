@@ -130,21 +130,29 @@ def main() -> None:
         if not isinstance(link, SoloLink):
             disconnect()
     except ConfigError as error:
+        # Leave at once, as below: the threads of a process group that others have left may abort the process at its end,
+        # and destroying a broken one could wait for the lost rank.
+        if rank == "0":
+            _say(f"thinwire: error: {error}")
         Heartbeat.end(error)
-        sys.exit(_say(f"thinwire: error: {error}", 2) if rank == "0" else 2)
+        _leave(2)
     except NotSaved as error:
-        sys.exit(_say(f"thinwire: error: {error}", EXIT_NOT_SAVED))
+        _say(f"thinwire: error: {error}")
+        sys.exit(EXIT_NOT_SAVED)
     except ThinwireError as error:
-        # Leave at once: destroying a broken process group could wait for the lost rank.
         if rank == "0" or not isinstance(error, TrainingDiverged | CheckpointError):  # those say the same on all workers
-            _say(f"thinwire: {error}", EXIT_FAILED)
+            _say(f"thinwire: {error}")
         Heartbeat.end(error)
-        os._exit(EXIT_FAILED)
+        _leave(EXIT_FAILED)
 
 
-def _say(text: str, code: int) -> int:
+def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-    return code
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def _only_about_me(rank: int) -> logging.Filter:
